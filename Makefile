@@ -1,0 +1,57 @@
+# Everything on a CPU machine: `make demo`, `make test`, `make lint`. The environment is made once, in .venv.
+PYTHON ?= python3.11
+VENV := .venv
+VENV_TORCH29 := .venv-torch29
+PYTEST_OPTIONS := -rs -n 2
+
+# One thread per process: the shapes are tiny, and two test processes share two cores.
+export OMP_NUM_THREADS = 1
+export TOKENIZERS_PARALLELISM = false
+
+.PHONY: venv demo test test-torch29 lint clean
+
+venv: $(VENV)/.installed
+
+# torch stands first, alone: whatever is installed after it finds it there and pulls no other build.
+$(VENV)/.installed: requirements/torch.txt $(wildcard requirements/*.txt) setup.py pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -r requirements/torch.txt
+	$(VENV)/bin/python -m pip install --quiet -r requirements/dev.txt
+	$(VENV)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+demo: venv
+	$(VENV)/bin/python -m nxdi_qwen.scripts.demo
+
+test: venv
+	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
+
+# The oldest torch that is supported. Where its wheel cannot be installed, that is said and is no failure.
+test-torch29:
+	@if test -e $(VENV_TORCH29)/.installed || $(MAKE) --no-print-directory $(VENV_TORCH29)/.torch; then \
+		$(MAKE) --no-print-directory $(VENV_TORCH29)/.installed && \
+		$(VENV_TORCH29)/bin/python -m pytest $(PYTEST_OPTIONS); \
+	else \
+		echo "test-torch29: skipped, `cat requirements/torch-2.9.txt` cannot be installed here (pip's message is above)"; \
+	fi
+
+$(VENV_TORCH29)/.torch: requirements/torch-2.9.txt
+	test -x $(VENV_TORCH29)/bin/python || $(PYTHON) -m venv $(VENV_TORCH29)
+	$(VENV_TORCH29)/bin/python -m pip install --quiet -r requirements/torch-2.9.txt
+	touch $@
+
+$(VENV_TORCH29)/.installed: $(VENV_TORCH29)/.torch $(wildcard requirements/*.txt) setup.py pyproject.toml
+	$(VENV_TORCH29)/bin/python -m pip install --quiet -r requirements/dev.txt
+	$(VENV_TORCH29)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+# The folders carry other names than the package: links give mypy the import names.
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	mkdir -p build/typing/nxdi_qwen
+	for folder in modeling compile scripts; do ln -sfn ../../../$$folder build/typing/nxdi_qwen/$$folder; done
+	$(VENV)/bin/mypy -p nxdi_qwen
+
+clean:
+	rm -rf $(VENV) $(VENV_TORCH29) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
