@@ -1,0 +1,89 @@
+"""Gated DeltaNet: the linear-attention layer with a constant-size state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nxdi_qwen.modeling.config import ModelConfig
+from nxdi_qwen.modeling.layers.context import Context, LayerState, Way
+from nxdi_qwen.modeling.ops.convolution import causal_convolution
+from nxdi_qwen.modeling.ops.gated_delta import gated_delta_prefill, gated_delta_verify
+from nxdi_qwen.modeling.ops.normalization import gated_rms_norm
+from nxdi_qwen.modeling.parallel import ColumnParallelLinear, Parallel, RowParallelLinear, partition
+
+
+class GatedRMSNorm(nn.Module):
+    """The output norm: plain weight [dv] kept in float32, gated by silu(z)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = partition((size,), None, Parallel(), torch.float32)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+class GatedDeltaNet(nn.Module):
+    """Projections, causal convolution, gated delta rule, gated norm. `A_log` and `dt_bias` stay float32 at every dtype."""
+
+    def __init__(self, config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.key_head_dim = config.linear_key_head_dim
+        self.value_head_dim = config.linear_value_head_dim
+        self.local_key_dim = parallel.local(config.key_dim)
+        hidden, heads, kernel = config.hidden_size, config.linear_num_value_heads, config.linear_conv_kernel_dim
+        self.q_proj = ColumnParallelLinear(hidden, config.key_dim, parallel, dtype)
+        self.k_proj = ColumnParallelLinear(hidden, config.key_dim, parallel, dtype)
+        self.v_proj = ColumnParallelLinear(hidden, config.value_dim, parallel, dtype)
+        self.z_proj = ColumnParallelLinear(hidden, config.value_dim, parallel, dtype)
+        self.b_proj = ColumnParallelLinear(hidden, heads, parallel, dtype)
+        self.a_proj = ColumnParallelLinear(hidden, heads, parallel, dtype)
+        self.q_conv = DepthwiseTaps(config.key_dim, kernel, parallel, dtype)
+        self.k_conv = DepthwiseTaps(config.key_dim, kernel, parallel, dtype)
+        self.v_conv = DepthwiseTaps(config.value_dim, kernel, parallel, dtype)
+        self.A_log = partition((heads,), 0, parallel, torch.float32)
+        self.dt_bias = partition((heads,), 0, parallel, torch.float32)
+        self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
+        self.out_proj = RowParallelLinear(config.value_dim, hidden, parallel, dtype)
+
+    def forward(self, x: Tensor, state: LayerState, context: Context) -> tuple[Tensor, list[LayerState]]:
+        """x [B, T, H]; state: recurrent rows [B, Hv, dk, dv] float32 and conv rows [B, 2K + V, kernel - 1].
+
+        Returns the output [B, T, H] and the state after each of `context.ends` tokens.
+        """
+        rows, tokens, _ = x.shape
+        mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        taps = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
+        mixed, conv_states = causal_convolution(mixed, taps, state[1], context.lengths, context.ends)
+        keys_end = 2 * self.local_key_dim
+        query = mixed[..., : self.local_key_dim].reshape(rows, tokens, -1, self.key_head_dim)
+        key = mixed[..., self.local_key_dim : keys_end].reshape(rows, tokens, -1, self.key_head_dim)
+        value = mixed[..., keys_end:].reshape(rows, tokens, -1, self.value_head_dim)
+
+        # One rounding rule on every path: beta's sigmoid in the model's dtype, the decay in float32 throughout.
+        beta = torch.sigmoid(self.b_proj(x)).to(torch.float32)
+        log_decay = -torch.exp(self.A_log) * _softplus(self.a_proj(x).to(torch.float32) + self.dt_bias)
+
+        inputs = (query, key, value, log_decay, beta, state[0], context.valid)
+        if context.way is Way.PREFILL:
+            out, recurrent_states = gated_delta_prefill(*inputs, context.masks, checkpoints=context.ends[:-1])
+        else:
+            out, recurrent_states = gated_delta_verify(*inputs)
+        z = self.z_proj(x).reshape(rows, tokens, -1, self.value_head_dim)
+        out = self.norm(out.to(x.dtype), z).reshape(rows, tokens, -1)
+        return self.out_proj(out), list(zip(recurrent_states, conv_states, strict=True))
+
+
+class DepthwiseTaps(nn.Module):
+    """The weight [channels, kernel] of one segment of the causal convolution, oldest input first."""
+
+    def __init__(self, channels: int, kernel: int, parallel: Parallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = partition((channels, kernel), 0, parallel, dtype)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) without overflow."""
+    return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))

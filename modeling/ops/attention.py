@@ -1,0 +1,44 @@
+"""Grouped-query attention over a slot's KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def append_to_cache(cache: Tensor, segment: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
+    """The cache with the valid tokens of `segment` written behind the first `start` ones.
+
+    `cache` [B, H, L, d]; `segment` [B, H, T, d], valid tokens first; `start`, `lengths` [B]. A selection per cache position
+    rather than a scatter: padding has no place to be written to, so it can neither collide nor leak.
+    """
+    tokens = segment.shape[2]
+    offset = torch.arange(cache.shape[2], device=cache.device) - start[:, None]  # [B, L]
+    written = (torch.where(offset < 0, tokens, offset) < lengths[:, None])[:, None, :, None]
+    if tokens > 1:
+        index = offset.clamp(0, tokens - 1)[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
+        segment = segment.gather(2, index)
+    return torch.where(written, segment, cache)
+
+
+def cached_attention(query: Tensor, key: Tensor, value: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
+    """Causal attention of the tokens behind `start` over everything in the cache up to themselves.
+
+    `query` [B, Hq, T, d]; `key`, `value` [B, Hkv, L, d] with this segment already appended; `start`, `lengths` [B].
+    Returns [B, T, Hq, d]. Softmax in float32. Cache positions beyond a row's length may hold anything, NaN included.
+    """
+    rows, heads, tokens, dim = query.shape
+    kv_heads, length = key.shape[1:3]
+    groups = heads // kv_heads
+    position = torch.arange(length, device=key.device)
+    value = torch.where((position < (start + lengths)[:, None])[:, None, :, None], value, 0.0)
+
+    token_position = start[:, None] + torch.arange(tokens, device=key.device)  # [B, T]
+    visible = position <= token_position[:, :, None]  # [B, T, L]
+    scores = query.reshape(rows * kv_heads, groups * tokens, dim) @ key.reshape(-1, length, dim).transpose(1, 2)
+    scores = scores.reshape(rows, heads, tokens, length).to(torch.float32) * dim**-0.5
+    # Position 0 is always visible, so no row is empty and the smallest float needs no infinity.
+    scores = torch.where(visible[:, None], scores, torch.finfo(torch.float32).min)
+    weights = torch.softmax(scores, dim=-1).to(value.dtype)
+    out = weights.reshape(rows * kv_heads, groups * tokens, length) @ value.reshape(-1, length, dim)
+    return out.reshape(rows, heads, tokens, dim).transpose(1, 2)
