@@ -15,7 +15,7 @@ from nxdi_qwen.modeling.layers.mlp import SparseMoE, SwiGLU
 from nxdi_qwen.modeling.layers.norm import ZeroCenteredRMSNorm
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.ops.rotary import rotary_cos_sin
-from nxdi_qwen.modeling.parallel import Parallel, VocabParallelEmbedding, VocabParallelHead
+from nxdi_qwen.modeling.parallel import SINGLE, Parallel, VocabParallelEmbedding, VocabParallelHead
 from nxdi_qwen.modeling.rope_frequencies import rope_attention_scaling, rope_inv_freq
 from nxdi_qwen.modeling.state import read_slots, write_slots
 
@@ -25,7 +25,8 @@ State = list[Tensor]
 class Batch(NamedTuple):
     """The inputs of one forward pass over B rows of T tokens, beside the state.
 
-    Invalid positions of `valid` may stand anywhere in a row, and a row without a valid token is idle: its slot keeps what it holds.
+    Invalid positions of `valid` may stand anywhere in a row, and a row without a valid token is idle: its slot keeps
+    what it holds.
     """
 
     input_ids: Tensor  # [B, T] int64; padding holds any id of the vocabulary
@@ -36,7 +37,9 @@ class Batch(NamedTuple):
 
 
 class PrefillOutput(NamedTuple):
-    """`logits` [B, V] after each row's last valid token; `hidden` [B, T, H], what the head reads, for every token in the order given."""
+    """`logits` [B, V] after each row's last valid token; `hidden` [B, T, H], what the head reads, for every token
+    in the order given.
+    """
 
     logits: Tensor
     hidden: Tensor
@@ -71,7 +74,9 @@ class DecoderLayer(nn.Module):
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, parallel, dtype)
 
     def forward(self, x: Tensor, state: LayerState, context: Context) -> tuple[Tensor, list[LayerState]]:
-        """x [B, T, H] and the layer's state rows -> the new x, and the state rows after each of `context.ends` tokens."""
+        """x [B, T, H] and the layer's state rows -> the new x, and the state rows after each of `context.ends`
+        tokens.
+        """
         mixer = self.self_attn if self.is_attention else self.linear_attn
         mixed, states = mixer(self.input_layernorm(x), state, context)
         x = x + mixed
@@ -96,7 +101,7 @@ class RotaryFrequencies(nn.Module):
 class HybridCausalLM(nn.Module):
     """One rank of a model. Parameters are left uninitialised; `modeling.weights` fills them."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, parallel: Parallel = Parallel()) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, parallel: Parallel = SINGLE) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel, dtype)
@@ -112,7 +117,8 @@ class HybridCausalLM(nn.Module):
     def prefill(self, batch: Batch, state: State, checkpoints: tuple[int, ...] = ()) -> PrefillOutput:
         """Context encoding: T tokens from whatever the slots hold.
 
-        `checkpoints`: multiples of the chunk below T after which the state is wanted as well, counted in valid tokens of this batch.
+        `checkpoints`: multiples of the chunk below T after which the state is wanted as well, counted in valid tokens
+        of this batch.
         """
         # Valid tokens move to the front once, here, so that every operation only ever sees padding on the right.
         tokens = batch.input_ids.shape[1]
@@ -136,7 +142,8 @@ class HybridCausalLM(nn.Module):
     def verify(self, batch: Batch, state: State) -> tuple[Tensor, list[State]]:
         """A few tokens a row, valid tokens first: logits [B, T, V], and the state after each of the T tokens.
 
-        The state after token i is the one to go on from if tokens i + 1 ... are rejected; a row with fewer tokens keeps its last.
+        The state after token i is the one to go on from if tokens i + 1 ... are rejected; a row with fewer tokens
+        keeps its last.
         """
         tokens = batch.input_ids.shape[1]
         hidden, states = self._layers(batch, state, Way.VERIFY, tuple(range(1, tokens + 1)))
@@ -147,7 +154,9 @@ class HybridCausalLM(nn.Module):
         return self.lm_head(hidden, self.embed_tokens.weight)
 
     def _layers(self, batch: Batch, state: State, way: Way, ends: tuple[int, ...]) -> tuple[Tensor, list[State]]:
-        """Everything before the head, valid tokens first: normed hidden states [B, T, H], and the state after each of `ends`."""
+        """Everything before the head, valid tokens first: normed hidden states [B, T, H], and the state after each
+        of `ends`.
+        """
         lengths = batch.valid.sum(dim=1)
         index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         cos, sin = self.rope(batch.rope_positions)

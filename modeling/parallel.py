@@ -1,9 +1,10 @@
 """The seam for parallelism: the only place that knows how parameters are cut and how ranks talk.
 
-The cutting rule: a parameter has one `partition_dim` (or none: replicated), and rank r of N owns the r-th of N equal contiguous
-slices along it. Every parameter stands in an order in which that slice is the right one: heads are the outer index of
-every projection, fused projections of a checkpoint are stored apart (q, k, v, z, b, a; q, k and v convolution; gate and
-up), and value heads of one key head are neighbours. Degree 1 is the only degree that is written so far.
+The cutting rule: a parameter has one `partition_dim` (or none: replicated), and rank r of N owns the r-th of N equal
+contiguous slices along it. Every parameter stands in an order in which that slice is the right one: heads are the
+outer index of every projection, fused projections of a checkpoint are stored apart (q, k, v, z, b, a; q, k and v
+convolution; gate and up), and value heads of one key head are neighbours. Degree 1 is the only degree that is written
+so far.
 """
 
 from __future__ import annotations
@@ -37,14 +38,28 @@ class Parallel:
         return size // self.degree
 
 
+SINGLE = Parallel()
+
+
 def partition(shape: tuple[int, ...], dim: int | None, parallel: Parallel, dtype: torch.dtype) -> nn.Parameter:
     """An uninitialised parameter: this rank's slice of the full `shape` along `dim` (None: replicated)."""
     local = list(shape)
     if dim is not None:
         local[dim] = parallel.local(shape[dim])
     parameter = nn.Parameter(torch.empty(local, dtype=dtype), requires_grad=False)
+    return with_partition_dim(parameter, dim)
+
+
+def with_partition_dim(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
+    """Marks along which dimension a parameter is cut; `partition_dim` reads it."""
     parameter.partition_dim = dim  # type: ignore[attr-defined]
     return parameter
+
+
+def partition_dim(parameter: nn.Parameter) -> int | None:
+    """The dimension along which a parameter is cut, None where it is replicated."""
+    dim: int | None = parameter.partition_dim  # type: ignore[attr-defined]
+    return dim
 
 
 def all_reduce(x: Tensor, parallel: Parallel) -> Tensor:
@@ -74,7 +89,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer whose inputs are cut: x [..., in / degree] -> [..., out], summed over the ranks; the bias is added once."""
+    """Linear layer whose inputs are cut: x [..., in / degree] -> [..., out], summed over the ranks; the bias is
+    added once.
+    """
 
     def __init__(
         self, in_features: int, out_features: int, parallel: Parallel, dtype: torch.dtype, bias: bool = False

@@ -1,8 +1,8 @@
 """The state of a model: what it consists of, and how rows of a batch read and write their slots.
 
-A request owns a slot and a length. An attention layer keeps its keys and values, a GDN layer its recurrent state and the
-convolution's last inputs; two tensors a layer, nothing else. One description gives the graphs their inputs and outputs, and
-whoever plans memory the bytes.
+A request owns a slot and a length. An attention layer keeps its keys and values, a GDN layer its recurrent state and
+the convolution's last inputs; two tensors a layer, nothing else. One description gives the graphs their inputs and
+outputs, and whoever plans memory the bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nxdi_qwen.modeling.config import FULL_ATTENTION, ModelConfig
-from nxdi_qwen.modeling.parallel import Parallel
+from nxdi_qwen.modeling.parallel import SINGLE, Parallel
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class StateDescription:
 
 
 def describe_state(
-    config: ModelConfig, slots: int, max_length: int, dtype: torch.dtype, parallel: Parallel = Parallel()
+    config: ModelConfig, slots: int, max_length: int, dtype: torch.dtype, parallel: Parallel = SINGLE
 ) -> StateDescription:
     """The state of `slots` requests of up to `max_length` tokens, per rank; `dtype` is the model's.
 
-    Keys and values [slots, Hkv, max_length, head_dim] and conv [slots, 2 Hk dk + Hv dv, kernel - 1] in `dtype`, recurrent [slots, Hv, dk, dv]
-    float32: a 16-bit recurrent state drifts within a few hundred steps.
+    Keys and values [slots, Hkv, max_length, head_dim] and conv [slots, 2 Hk dk + Hv dv, kernel - 1] in `dtype`,
+    recurrent [slots, Hv, dk, dv] float32: a 16-bit recurrent state drifts within a few hundred steps.
     """
     kv = (slots, parallel.local(config.num_key_value_heads), max_length, config.head_dim)
     recurrent = (
@@ -66,6 +66,7 @@ def describe_state(
     )
     conv = (slots, parallel.local(config.conv_dim), config.linear_conv_kernel_dim - 1)
     tensors = []
+    pair: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     for layer, kind in enumerate(config.layer_types):
         if kind == FULL_ATTENTION:
             pair = (("key", kv, dtype), ("value", kv, dtype))
@@ -79,8 +80,8 @@ def describe_state(
 def read_slots(state: Tensor, slots: Tensor | None, start: Tensor) -> Tensor:
     """The rows' own state [B, ...] from `state` [S, ...]; zeros, by selection, for a row that starts a request.
 
-    `slots` [B] (None: row i is slot i); `start` [B] tokens that the slot already holds. A selection keeps out whatever the
-    slot's last request left there, NaN included.
+    `slots` [B] (None: row i is slot i); `start` [B] tokens that the slot already holds. A selection keeps out
+    whatever the slot's last request left there, NaN included.
     """
     rows = state if slots is None else state.index_select(0, slots)
     return torch.where(_over_rows(start > 0, rows), rows, 0.0)

@@ -14,7 +14,9 @@ from nxdi_qwen.modeling.parallel import ColumnParallelLinear, Parallel, RowParal
 
 
 class GatedAttention(nn.Module):
-    """Full attention whose output is multiplied by ``sigmoid(gate)``; `q_proj` yields per head the query, then the gate."""
+    """Full attention whose output is multiplied by ``sigmoid(gate)``; `q_proj` yields per head the query, then the
+    gate.
+    """
 
     def __init__(self, config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> None:
         super().__init__()

@@ -24,9 +24,9 @@ class Way(enum.Enum):
 class Context:
     """One forward pass over B rows of T tokens, valid tokens first.
 
-    `start` [B]: tokens that each row's slot already holds; `lengths` [B]: valid tokens; `valid` [B, T]: the same as a mask; `cos`,
-    `sin` [B, T, rotary_dim / 2]; `ends`: the token counts after which a layer returns its state, the last one being T; `masks`: the
-    triangles of the chunked rule.
+    `start` [B]: tokens that each row's slot already holds; `lengths` [B]: valid tokens; `valid` [B, T]: the same as a
+    mask; `cos`, `sin` [B, T, rotary_dim / 2]; `ends`: the token counts after which a layer returns its state, the
+    last one being T; `masks`: the triangles of the chunked rule.
     """
 
     way: Way

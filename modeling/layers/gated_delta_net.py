@@ -10,7 +10,7 @@ from nxdi_qwen.modeling.layers.context import Context, LayerState, Way
 from nxdi_qwen.modeling.ops.convolution import causal_convolution
 from nxdi_qwen.modeling.ops.gated_delta import gated_delta_prefill, gated_delta_verify
 from nxdi_qwen.modeling.ops.normalization import gated_rms_norm
-from nxdi_qwen.modeling.parallel import ColumnParallelLinear, Parallel, RowParallelLinear, partition
+from nxdi_qwen.modeling.parallel import SINGLE, ColumnParallelLinear, Parallel, RowParallelLinear, partition
 
 
 class GatedRMSNorm(nn.Module):
@@ -19,14 +19,17 @@ class GatedRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = partition((size,), None, Parallel(), torch.float32)
+        self.weight = partition((size,), None, SINGLE, torch.float32)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, self.weight, self.eps)
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, causal convolution, gated delta rule, gated norm. `A_log` and `dt_bias` stay float32 at every dtype."""
+    """Projections, causal convolution, gated delta rule, gated norm.
+
+    `A_log` and `dt_bias` stay float32 at every dtype.
+    """
 
     def __init__(self, config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> None:
         super().__init__()

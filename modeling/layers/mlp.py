@@ -9,7 +9,7 @@ from torch.nn import functional
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.layers.context import Way
 from nxdi_qwen.modeling.ops.experts import experts_by_block, experts_by_token, route
-from nxdi_qwen.modeling.parallel import ColumnParallelLinear, Parallel, RowParallelLinear, all_reduce, partition
+from nxdi_qwen.modeling.parallel import SINGLE, ColumnParallelLinear, Parallel, RowParallelLinear, all_reduce, partition
 
 
 class SwiGLU(nn.Module):
@@ -32,7 +32,7 @@ class Router(nn.Module):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.renormalize = config.norm_topk_prob
-        self.weight = partition((config.num_experts, config.hidden_size), None, Parallel(), dtype)
+        self.weight = partition((config.num_experts, config.hidden_size), None, SINGLE, dtype)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [N, H] -> the chosen experts [N, k] int64 and their weights [N, k]."""
@@ -40,7 +40,9 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' weights, stacked; gate and up apart, so that each is cut contiguously along the intermediate size."""
+    """The routed experts' weights, stacked; gate and up apart, so that each is cut contiguously along the
+    intermediate size.
+    """
 
     def __init__(self, config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> None:
         super().__init__()
@@ -81,7 +83,7 @@ class SharedExpertGate(nn.Module):
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = partition((1, hidden), None, Parallel(), dtype)
+        self.weight = partition((1, hidden), None, SINGLE, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sigmoid(functional.linear(x, self.weight))

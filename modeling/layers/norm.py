@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nxdi_qwen.modeling.ops.normalization import zero_centered_rms_norm
-from nxdi_qwen.modeling.parallel import Parallel, partition
+from nxdi_qwen.modeling.parallel import SINGLE, partition
 
 
 class ZeroCenteredRMSNorm(nn.Module):
@@ -15,7 +15,7 @@ class ZeroCenteredRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = partition((size,), None, Parallel(), dtype)
+        self.weight = partition((size,), None, SINGLE, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return zero_centered_rms_norm(x, self.weight, self.eps)

@@ -9,8 +9,8 @@ from torch import Tensor
 def append_to_cache(cache: Tensor, segment: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
     """The cache with the valid tokens of `segment` written behind the first `start` ones.
 
-    `cache` [B, H, L, d]; `segment` [B, H, T, d], valid tokens first; `start`, `lengths` [B]. A selection per cache position
-    rather than a scatter: padding has no place to be written to, so it can neither collide nor leak.
+    `cache` [B, H, L, d]; `segment` [B, H, T, d], valid tokens first; `start`, `lengths` [B]. A selection per cache
+    position rather than a scatter: padding has no place to be written to, so it can neither collide nor leak.
     """
     tokens = segment.shape[2]
     offset = torch.arange(cache.shape[2], device=cache.device) - start[:, None]  # [B, L]

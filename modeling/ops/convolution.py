@@ -14,10 +14,11 @@ def causal_convolution(
 ) -> tuple[Tensor, list[Tensor]]:
     """Convolution along the tokens, then silu.
 
-    `x` [B, T, C] in the model's dtype, valid tokens first; `weight` [C, K]; `state` [B, C, K - 1], the last inputs before `x`,
-    oldest first, zeros before the first token of a prompt; `lengths` [B] valid tokens. Returns the output [B, T, C] in the
-    dtype of `x`, and for every entry of `ends` the state after that many tokens, or after the last valid one where a row
-    is shorter. Sums in float32, rounded to the model's dtype once before silu, as torch's own convolution does.
+    `x` [B, T, C] in the model's dtype, valid tokens first; `weight` [C, K]; `state` [B, C, K - 1], the last inputs
+    before `x`, oldest first, zeros before the first token of a prompt; `lengths` [B] valid tokens. Returns the output
+    [B, T, C] in the dtype of `x`, and for every entry of `ends` the state after that many tokens, or after the last
+    valid one where a row is shorter. Sums in float32, rounded to the model's dtype once before silu, as torch's own
+    convolution does.
     """
     kernel = weight.shape[1]
     tokens = x.shape[1]

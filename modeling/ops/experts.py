@@ -1,7 +1,7 @@
 """Routed experts with static shapes: one form for prefill, one for decode.
 
-Shared shapes: `x` [N, H]; `gate`, `up` [E, I, H] and `down` [E, H, I], the experts' weights; `chosen` [N, k] int64, `weights` [N, k]
-in the model's dtype. Both return [N, H] in the dtype of `x`, summed over the k experts in float32.
+Shared shapes: `x` [N, H]; `gate`, `up` [E, I, H] and `down` [E, H, I], the experts' weights; `chosen` [N, k] int64,
+`weights` [N, k] in the model's dtype. Both return [N, H] in the dtype of `x`, summed over the k experts in float32.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def experts_by_token(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: 
 def experts_by_block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Prefill: tokens sorted by expert into blocks of one expert each, the last block of an expert padded.
 
-    The number of blocks is the worst case of any routing, so the shapes are static; the work is that of N * k tokens plus less
-    than a block per expert. Everything is a gather: where each token went is computed, not scattered.
+    The number of blocks is the worst case of any routing, so the shapes are static; the work is that of N * k tokens
+    plus less than a block per expert. Everything is a gather: where each token went is computed, not scattered.
     """
     tokens, top_k = chosen.shape
     experts = gate.shape[0]

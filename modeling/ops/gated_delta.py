@@ -6,11 +6,11 @@ Per value head, with the state ``S`` [dk, dv] in float32 (Yang et al., "Gated De
     S <- S + k (beta (v - S^T k))^T
     o  = S^T q
 
-Shapes shared by all functions (B rows, T tokens, Hk key heads, Hv value heads, value head j uses key head j // (Hv / Hk)):
-``query``, ``key`` [B, T, Hk, dk] and ``value`` [B, T, Hv, dv] in any float dtype; ``log_decay`` (g <= 0) and ``beta``
-[B, T, Hv] float32; ``state`` [B, Hv, dk, dv] float32; ``valid`` [B, T] bool. ``query`` and ``key`` arrive as the convolution
-leaves them: they are L2-normalised here. Where ``valid`` is false, nothing changes and whatever the inputs hold there,
-NaN included, is selected away; the output there is finite and meaningless.
+Shapes shared by all functions (B rows, T tokens, Hk key heads, Hv value heads, value head j uses key head j // (Hv /
+Hk)): ``query``, ``key`` [B, T, Hk, dk] and ``value`` [B, T, Hv, dv] in any float dtype; ``log_decay`` (g <= 0) and
+``beta`` [B, T, Hv] float32; ``state`` [B, Hv, dk, dv] float32; ``valid`` [B, T] bool. ``query`` and ``key`` arrive as
+the convolution leaves them: they are L2-normalised here. Where ``valid`` is false, nothing changes and whatever the
+inputs hold there, NaN included, is selected away; the output there is finite and meaningless.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def gated_delta_prefill(
 ) -> tuple[Tensor, list[Tensor]]:
     """T tokens from any state, in chunks of 64 (the chunked form of the paper's section 3.3).
 
-    `checkpoints` are multiples of the chunk, ascending. Returns the output [B, T, Hv, dv] float32 and the states [B, Hv, dk, dv]
-    after each checkpoint, then after the last token.
+    `checkpoints` are multiples of the chunk, ascending. Returns the output [B, T, Hv, dv] float32 and the states [B,
+    Hv, dk, dv] after each checkpoint, then after the last token.
     """
     rows, tokens, heads, value_dim = value.shape
     query, key, value, log_decay, beta = _prepare(query, key, value, log_decay, beta, valid)

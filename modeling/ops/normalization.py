@@ -15,8 +15,8 @@ def zero_centered_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * (x / rms(x)) * silu(gate)`` over the last dimension: the GDN output norm.
 
-    `x` and `gate` [..., d] in the model's dtype, `weight` [d]. As in the reference, the normalised `x` is rounded to the model's dtype
-    before the weight is applied; weight and silu are float32.
+    `x` and `gate` [..., d] in the model's dtype, `weight` [d]. As in the reference, the normalised `x` is rounded to
+    the model's dtype before the weight is applied; weight and silu are float32.
     """
     normed = _rms_normalize(x, eps).to(x.dtype).to(torch.float32) * weight.to(torch.float32)
     return (normed * functional.silu(gate.to(torch.float32))).to(x.dtype)

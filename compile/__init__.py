@@ -1,0 +1,1 @@
+"""Graphs, artifacts and the runtime that runs them."""

@@ -1,0 +1,129 @@
+"""The artifact folder: written whole or not at all, and checked before anything in it is used.
+
+::
+
+    manifest.json
+    graphs/<name>.pt2
+    weights/tp<rank>_sharded_checkpoint.safetensors
+    tokenizer/...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from nxdi_qwen.compile.manifest import MANIFEST_FILE, Manifest, WeightsEntry, current_machine
+from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.weights import read_header, weight_specs
+
+GRAPHS = "graphs"
+WEIGHTS = "weights"
+TOKENIZER = "tokenizer"
+
+
+def weights_file(rank: int) -> str:
+    """Below the artifact; the name is the one that NxDI loads."""
+    return f"{WEIGHTS}/tp{rank}_sharded_checkpoint.safetensors"
+
+
+def current_libraries() -> dict[str, str]:
+    """The versions that graphs are bound to."""
+    return {"nxdi-qwen": version("nxdi-qwen"), "torch": torch.__version__}
+
+
+def file_sha256(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_entry(folder: Path, rank: int) -> WeightsEntry:
+    """Describes the weights that were just written for a rank."""
+    path = folder / weights_file(rank)
+    header = read_header(path)
+    return WeightsEntry(weights_file(rank), header.file_size, header.sha256, file_sha256(path))
+
+
+def check_destination(out: Path) -> None:
+    """Raises InputError where an artifact cannot be put at `out`; an existing one is never overwritten."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists():
+        raise InputError(f"{out} exists: remove it, or choose another folder with --out")
+    parent = next(place for place in out.absolute().parents if place.exists())
+    if not parent.is_dir():
+        raise InputError(f"{parent} is not a folder: choose another place with --out")
+
+
+@contextmanager
+def written_atomically(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `out` at the end; on any error it is removed and `out` stays as it was."""
+    check_destination(out)
+    made = [place for place in (out.absolute(), *out.absolute().parents) if not place.exists()]
+    out.absolute().parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        partial.replace(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for place in made:
+            if place.is_dir():
+                place.rmdir()
+        raise
+
+
+def open_artifact(folder: Path, verify: bool = False) -> Manifest:
+    """Reads the manifest and checks every file against it.
+
+    Graphs and tokenizer files by their hashes, weights by size, header and names; with `verify`, weights by their
+    hash too. Raises InputError with the reason for anything stale, foreign, truncated, edited or half-written.
+    """
+    manifest = Manifest.read(folder)
+    for library, made_with in manifest.libraries.items():
+        here = current_libraries().get(library)
+        if here != made_with:
+            raise InputError(f"{folder} was compiled with {library} {made_with}, here is {here}; compile it again")
+    if manifest.optimized and manifest.machine != current_machine():
+        raise InputError(
+            f"{folder} was compiled for {manifest.machine}, this machine is {current_machine()}; compile it again here"
+        )
+    hashed = {entry.file: entry.sha256 for entry in manifest.graphs.values()} | manifest.text_files
+    for name, sha256 in hashed.items():
+        if file_sha256(_present(folder, name)) != sha256:
+            raise InputError(f"{folder / name} was edited or damaged (its hash differs); compile the artifact again")
+    specs = weight_specs(manifest.model, getattr(torch, manifest.dtype))
+    for entry in manifest.weights:
+        path = _present(folder, entry.file)
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise InputError(
+                f"{path} is truncated or foreign: {size} bytes, not {entry.bytes}; compile the artifact again"
+            )
+        header = read_header(path)
+        found = {name: (info.shape, info.dtype) for name, info in header.tensors.items()}
+        if header.sha256 != entry.header_sha256 or found != {name: (tuple(s), d) for name, (s, d) in specs.items()}:
+            raise InputError(f"{path} holds the weights of another model; compile the artifact again")
+        if verify and file_sha256(path) != entry.sha256:
+            raise InputError(f"{path} was edited or damaged (its hash differs); compile the artifact again")
+    known = {MANIFEST_FILE, *hashed, *(entry.file for entry in manifest.weights)}
+    present = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    if strangers := sorted(present - known):
+        raise InputError(f"{folder} holds files that its manifest does not name: {strangers[0]}; remove them")
+    return manifest
+
+
+def _present(folder: Path, name: str) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise InputError(f"{path} is missing: the artifact is incomplete; compile it again")
+    return path

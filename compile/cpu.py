@@ -1,0 +1,191 @@
+"""The CPU target: exported programs, or the same compiled with AOTInductor, run with weights from the artifact."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from nxdi_qwen.compile.artifact import (
+    GRAPHS,
+    TOKENIZER,
+    WEIGHTS,
+    check_destination,
+    current_libraries,
+    file_sha256,
+    weights_entry,
+    weights_file,
+    written_atomically,
+)
+from nxdi_qwen.compile.buckets import Buckets
+from nxdi_qwen.compile.executor import Executor
+from nxdi_qwen.compile.graph_check import check_graph
+from nxdi_qwen.compile.graphs import DECODE, HEAD, HEAD_ROWS, GraphSpec, capture, graph_specs, graph_weights
+from nxdi_qwen.compile.manifest import GraphEntry, Manifest, current_machine, describe_tensors
+from nxdi_qwen.compile.source import DTYPES, ModelSource, Progress, no_progress
+from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.model import Batch, State
+from nxdi_qwen.modeling.parallel import Parallel
+from nxdi_qwen.modeling.state import describe_state
+from nxdi_qwen.modeling.weights import weight_specs, write_safetensors
+
+TARGET = "cpu"
+DEFAULT_MAX_LENGTH = 2048
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """What a user chooses; `None` takes the model's own dtype, or lengths that suit it.
+
+    Raises InputError for a choice that does not fit the model, from `resolve`.
+    """
+
+    slots: int = 4
+    max_length: int | None = None
+    buckets: tuple[int, ...] | None = None
+    dtype: str | None = None
+    degree: int = 1
+    optimize: bool = False
+
+    def resolve(self, source: ModelSource) -> tuple[int, Buckets, str]:
+        """(maximum length, buckets, dtype name), all checked."""
+        Parallel(degree=self.degree)
+        if self.slots < 1:
+            raise InputError(f"batch size {self.slots} is not possible: give at least 1")
+        longest = source.config.max_position_embeddings
+        max_length = min(DEFAULT_MAX_LENGTH, longest) if self.max_length is None else self.max_length
+        if not 1 <= max_length <= longest:
+            raise InputError(f"maximum length {max_length} is out of range: {source.name} takes 1 to {longest} tokens")
+        # A float16 checkpoint runs in float32: no exponent range is lost, and no Neuron path uses float16.
+        own = source.config.dtype if source.config.dtype in DTYPES else "float32"
+        dtype = own if self.dtype is None else self.dtype
+        if dtype not in DTYPES:
+            raise InputError(f"dtype {dtype} is not supported: use one of {', '.join(DTYPES)}")
+        return max_length, Buckets.choose(max_length, self.buckets), dtype
+
+
+def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progress: Progress = no_progress) -> Manifest:
+    """Captures, checks and writes everything into the new folder `out`, atomically.
+
+    `progress` stages: "graphs" (graphs done), "weights" (bytes written). Raises InputError before anything is computed
+    where source, options or destination do not fit, and GraphError where a graph breaks a rule.
+    """
+    max_length, buckets, dtype_name = options.resolve(source)
+    check_destination(out)
+    dtype = DTYPES[dtype_name]
+    description = describe_state(source.config, options.slots, max_length, dtype)
+    with written_atomically(out) as folder:
+        (folder / GRAPHS).mkdir()
+        (folder / WEIGHTS).mkdir()
+        specs = graph_specs(buckets.lengths, options.slots)
+        graphs = {}
+        for done, spec in enumerate(specs):
+            progress("graphs", done, len(specs))
+            program = capture(spec, source.config, dtype, description)
+            size = check_graph(program, spec, description)
+            file = f"{GRAPHS}/{spec.name}.pt2"
+            _save(program, folder / file, options.optimize)
+            graphs[spec.name] = GraphEntry(file, file_sha256(folder / file), **size)
+        progress("graphs", len(specs), len(specs))
+        write_safetensors(
+            folder / weights_file(0),
+            weight_specs(source.config, dtype),
+            source.tensors(dtype),
+            progress=lambda done, total: progress("weights", done, total),
+        )
+        manifest = Manifest(
+            target=TARGET,
+            optimized=options.optimize,
+            model=source.config,
+            generation=source.generation,
+            source={"name": source.name, "fingerprint": source.fingerprint},
+            dtype=dtype_name,
+            degree=options.degree,
+            slots=options.slots,
+            max_length=max_length,
+            buckets=buckets.lengths,
+            state=describe_tensors(description),
+            graphs=graphs,
+            weights=(weights_entry(folder, 0),),
+            text_files=_copy_text_files(source, folder),
+            libraries=current_libraries(),
+            machine=current_machine(),
+        )
+        manifest.write(folder)
+    return manifest
+
+
+def load_cpu(folder: Path, manifest: Manifest, progress: Progress = no_progress) -> Executor:
+    """The executor of an artifact whose files `open_artifact` has checked; `progress` stage: "graphs" (graphs
+    loaded).
+    """
+    if manifest.target != TARGET:
+        raise InputError(f"{folder} was compiled for {manifest.target}; this runs artifacts of target {TARGET}")
+    weights = load_file(folder / manifest.weights[0].file)
+    calls = {}
+    for done, (name, entry) in enumerate(manifest.graphs.items()):
+        progress("graphs", done, len(manifest.graphs))
+        calls[name] = _load(folder / entry.file, manifest.optimized)
+    progress("graphs", len(manifest.graphs), len(manifest.graphs))
+    return GraphExecutor(manifest, calls, weights)
+
+
+class GraphExecutor(Executor):
+    """Runs the graphs of an artifact; weights are shared by all of them."""
+
+    def __init__(self, manifest: Manifest, calls: dict[str, Callable[..., Any]], weights: dict[str, Tensor]) -> None:
+        dtype = DTYPES[manifest.dtype]
+        description = describe_state(manifest.model, manifest.slots, manifest.max_length, dtype)
+        super().__init__(manifest.model, description, Buckets(manifest.buckets))
+        self._calls = calls
+        self._weights, self._head_weights = (
+            [weights[name] for name in graph_weights(kind, manifest.model)] for kind in (DECODE, HEAD)
+        )
+
+    def context(self, batch: Batch, state: State) -> tuple[Tensor, Tensor, State]:
+        name = GraphSpec("context", *batch.input_ids.shape).name
+        return self._calls[name](self._weights, *batch, state)
+
+    def decode(self, batch: Batch, state: State) -> tuple[Tensor, State]:
+        return self._calls[DECODE](self._weights, *batch[:-1], state)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        logits = []
+        for block in hidden.split(HEAD_ROWS):
+            padding = block.new_zeros(HEAD_ROWS - block.shape[0], block.shape[1])
+            logits.append(self._calls[HEAD](self._head_weights, torch.cat([block, padding]))[: block.shape[0]])
+        return torch.cat(logits)
+
+
+def _save(program: ExportedProgram, path: Path, optimize: bool) -> None:
+    if optimize:
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        return
+    # The example inputs are fake tensors, which only an unsafe pickle could bring back.
+    program._example_inputs = None
+    torch.export.save(program, path)
+
+
+def _load(path: Path, optimized: bool) -> Callable[..., Any]:
+    if optimized:
+        return torch._inductor.aoti_load_package(str(path))
+    return torch.export.load(path).module()
+
+
+def _copy_text_files(source: ModelSource, folder: Path) -> dict[str, str]:
+    """Copies the tokenizer; returns the files' names below `folder` with their hashes."""
+    hashes = {}
+    for path in source.text_files:
+        assert source.folder is not None
+        name = f"{TOKENIZER}/{path.relative_to(source.folder)}"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+        hashes[name] = file_sha256(folder / name)
+    return hashes

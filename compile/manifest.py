@@ -1,0 +1,127 @@
+"""The manifest of an artifact: what it holds, for which model, made with what."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nxdi_qwen.modeling.config import ModelConfig
+from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
+from nxdi_qwen.modeling.state import StateDescription
+
+FORMAT = "nxdi-qwen artifact"
+FORMAT_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+
+
+@dataclass(frozen=True)
+class GraphEntry:
+    """One graph: its file below the folder, the file's hash, and its size as `graph_check` counts it."""
+
+    file: str
+    sha256: str
+    nodes: int
+    max_rank: int
+
+
+@dataclass(frozen=True)
+class WeightsEntry:
+    """One rank's weights: the size and the header's hash are checked at every load, the whole file's hash on demand."""
+
+    file: str
+    bytes: int
+    header_sha256: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`libraries` and `machine` are what the graphs are bound to; `state` describes every state tensor, for the
+    reader.
+    """
+
+    target: str
+    optimized: bool
+    model: ModelConfig
+    generation: GenerationDefaults
+    source: dict[str, str]  # name and fingerprint of what was compiled
+    dtype: str
+    degree: int
+    slots: int
+    max_length: int
+    buckets: tuple[int, ...]
+    state: tuple[dict[str, Any], ...]
+    graphs: dict[str, GraphEntry]
+    weights: tuple[WeightsEntry, ...]  # one a rank
+    text_files: dict[str, str]  # tokenizer file below the folder -> sha256
+    libraries: dict[str, str]
+    machine: str
+
+    def write(self, folder: Path) -> None:
+        """Writes `manifest.json`; its last entry is a hash over all others."""
+        content = {"format": FORMAT, "format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
+        content["manifest_sha256"] = _digest(content)
+        (folder / MANIFEST_FILE).write_text(json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Reads and checks `manifest.json`.
+
+        Raises InputError, with the reason, for anything but an intact manifest of this version.
+        """
+        path = folder / MANIFEST_FILE
+        if not folder.is_dir():
+            raise InputError(f"no artifact at {folder}: compile one with neuron-compile --out {folder}")
+        if not path.is_file():
+            raise InputError(f"{folder} is no complete artifact: it has no {MANIFEST_FILE}; compile it again")
+        try:
+            content = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise InputError(f"{path} is damaged: it is not JSON; compile the artifact again") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise InputError(f"{path} does not describe an nxdi-qwen artifact; compile one with neuron-compile")
+        version = content.get("format_version")
+        if version != FORMAT_VERSION:
+            raise InputError(
+                f"{path} has format version {version}, this program reads {FORMAT_VERSION}; compile it again"
+            )
+        if content.pop("manifest_sha256", None) != _digest(content):
+            raise InputError(f"{path} was edited or damaged (its hash differs); compile the artifact again")
+        return cls._from_content(content)
+
+    @classmethod
+    def _from_content(cls, content: dict[str, Any]) -> Manifest:
+        # The hash has shown that this is what `write` wrote.
+        values = {field.name: content[field.name] for field in dataclasses.fields(cls)}
+        values["model"] = ModelConfig.from_dict(values["model"])
+        values["generation"] = GenerationDefaults(**values["generation"])
+        values["buckets"] = tuple(values["buckets"])
+        values["state"] = tuple(values["state"])
+        values["graphs"] = {name: GraphEntry(**entry) for name, entry in values["graphs"].items()}
+        values["weights"] = tuple(WeightsEntry(**entry) for entry in values["weights"])
+        return cls(**values)
+
+
+def describe_tensors(description: StateDescription) -> tuple[dict[str, Any], ...]:
+    """The state tensors as JSON-ready dictionaries."""
+    return tuple(
+        {"name": tensor.name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        for tensor in description.tensors
+    )
+
+
+def current_machine() -> str:
+    """What compiled code is bound to: the processor's architecture and its vector instructions."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

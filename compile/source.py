@@ -1,0 +1,112 @@
+"""Where a model comes from: a checkpoint folder, or a preset with random weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nxdi_qwen.compile.text import TextCodec
+from nxdi_qwen.modeling.config import ModelConfig
+from nxdi_qwen.modeling.config_loader import load_config
+from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
+from nxdi_qwen.modeling.model import HybridCausalLM
+from nxdi_qwen.modeling.parallel import partition_dim, with_partition_dim
+from nxdi_qwen.modeling.presets import preset
+from nxdi_qwen.modeling.weights import Checkpoint, plan_weights, random_weights, stream_weights, weight_specs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RANDOM_SEED = 0
+
+Progress = Callable[[str, int, int], None]
+"""``progress(stage, done, total)``: called as long work goes on; the unit is the stage's own."""
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """For callers that show nothing."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that is checked but not yet read.
+
+    `tensors(dtype)` streams its parameters in the order of `modeling.weights.weight_specs`. `fingerprint` tells
+    checkpoints apart without reading them: a hash over all tensors' names, shapes, dtypes and places, and over the
+    files' sizes and times of change. `notes` are lines worth showing; `text_files` are the tokenizer's, below
+    `folder`.
+    """
+
+    name: str
+    config: ModelConfig
+    generation: GenerationDefaults
+    fingerprint: str
+    notes: tuple[str, ...]
+    folder: Path | None
+    text_files: tuple[Path, ...]
+    tensors: Callable[[torch.dtype], Iterator[tuple[str, Tensor]]]
+
+    @classmethod
+    def from_checkpoint(cls, folder: Path) -> ModelSource:
+        """Checks configuration and headers of a checkpoint folder. Raises InputError for anything that does not fit."""
+        loaded = load_config(folder)
+        checkpoint = Checkpoint.open(folder)
+        plan = plan_weights(loaded.config, checkpoint, loaded.quantization)
+        return cls(
+            name=folder.resolve().name,
+            config=plan.config,
+            generation=loaded.generation,
+            fingerprint=_fingerprint(checkpoint),
+            notes=(*loaded.notes, *plan.notes),
+            folder=folder,
+            text_files=tuple(TextCodec.files(folder)),
+            tensors=lambda dtype: stream_weights(plan, checkpoint, dtype),
+        )
+
+    @classmethod
+    def from_preset(cls, name: str) -> ModelSource:
+        """A public shape with random weights, always the same ones. Raises InputError for an unknown name."""
+        config = preset(name)
+        return cls(
+            name=name,
+            config=config,
+            generation=GenerationDefaults(),
+            fingerprint=f"random-{RANDOM_SEED}",
+            notes=("random weights: the shapes are those of the public model, the text is noise",),
+            folder=None,
+            text_files=(),
+            tensors=lambda dtype: random_weights(config, dtype, RANDOM_SEED),
+        )
+
+    def load(self, dtype: torch.dtype, progress: Progress = no_progress) -> HybridCausalLM:
+        """The eager model with its weights, in `dtype`; at no time more in memory than it and one group of tensors."""
+        with torch.device("meta"):
+            model = HybridCausalLM(self.config, dtype)
+        specs = weight_specs(self.config, dtype)
+        for done, (name, tensor) in enumerate(self.tensors(dtype), start=1):
+            owner, _, attribute = name.rpartition(".")
+            module = model.get_submodule(owner)
+            placeholder = module._parameters.get(attribute)
+            if placeholder is None:
+                module._buffers[attribute] = tensor
+            else:
+                parameter = torch.nn.Parameter(tensor, requires_grad=False)
+                module._parameters[attribute] = with_partition_dim(parameter, partition_dim(placeholder))
+            progress("weights", done, len(specs))
+        return model.eval()
+
+
+def _fingerprint(checkpoint: Checkpoint) -> str:
+    digest = hashlib.sha256()
+    files = set()
+    for name in sorted(checkpoint):
+        info = checkpoint[name]
+        files.add(info.file)
+        digest.update(f"{name} {info.shape} {info.dtype} {info.file.name} {info.offset}\n".encode())
+    for file in sorted(files):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
