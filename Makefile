@@ -21,7 +21,7 @@ $(VENV)/.installed: requirements/torch.txt $(wildcard requirements/*.txt) setup.
 	touch $@
 
 demo: venv
-	$(VENV)/bin/python -m nxdi_qwen.scripts.demo
+	$(VENV)/bin/python -m tests.demo
 
 test: venv
 	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)

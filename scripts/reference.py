@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +34,16 @@ class Reference:
         transformers.utils.logging.disable_progress_bar()
         options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
         if load_config(folder).quantization is not None:
+            if importlib.util.find_spec("accelerate") is None:
+                raise InputError("transformers reads FP8 checkpoints through accelerate: pip install accelerate")
             options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
         self._model, loading = loaded
         if loading["missing_keys"]:
             raise InputError(f"transformers did not find {sorted(loading['missing_keys'])[0]} in {folder}")
         self._model.float().eval()
+        # `past_key_values` is the name that all of transformers 5 knows.
+        warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
 
     @torch.inference_mode()
     def run(self, ids: Sequence[int], steps: int) -> tuple[Tensor, list[int], Tensor]:
