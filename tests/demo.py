@@ -1,6 +1,6 @@
 """The main job on one screen: tiny checkpoints of all three families, compiled, generated from, compared.
 
-The checkpoints are written by Hugging Face's own classes with random weights, so the text is noise; the numbers are not.
+The checkpoints are written by Hugging Face's own classes with random weights: the text is noise, the numbers are not.
 """
 
 from __future__ import annotations
@@ -42,10 +42,8 @@ def main() -> int:
             model, artifact = Path(place, family), Path(place, f"{family}-artifact")
             save_checkpoint(hf_model(family), model, tokenizer=True)
             begin = time.perf_counter()
-            run_json(
-                compile_model,
-                ["--model", str(model), "--target", "cpu", "--out", str(artifact), "--buckets", "64", "--max-length", "192"],
-            )
+            destination = ["--target", "cpu", "--out", str(artifact)]
+            run_json(compile_model, ["--model", str(model), *destination, "--buckets", "64", "--max-length", "192"])
             seconds = time.perf_counter() - begin
             text, _ = run_json(
                 generate,

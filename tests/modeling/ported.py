@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import functools
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.model import Batch, HybridCausalLM, State, text_positions
 from nxdi_qwen.modeling.state import describe_state
-from nxdi_qwen.modeling.weights import Checkpoint, plan_weights, stream_weights
-from tests.hf_fixtures import hf_model, save_checkpoint
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest entry of `expected`; NaN anywhere makes it NaN, which no bound lets pass."""
-    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
+from tests.hf_fixtures import hf_model
+from tests.support import load
 
 
 def port(hf: PreTrainedModel) -> HybridCausalLM:
     """The same model in float32, through a checkpoint folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        save_checkpoint(hf, Path(folder))
-        loaded = load_config(Path(folder))
-        checkpoint = Checkpoint.open(Path(folder))
-        plan = plan_weights(loaded.config, checkpoint, loaded.quantization)
-        model = HybridCausalLM(plan.config, torch.float32)
-        model.load_state_dict(dict(stream_weights(plan, checkpoint, torch.float32)))
+    config, weights = load(hf)
+    model = HybridCausalLM(config, torch.float32)
+    model.load_state_dict(weights)
     return model.eval()
 
 

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from nxdi_qwen.modeling.model import HybridCausalLM
 from tests.hf_fixtures import hf_model
-from tests.modeling.ported import batch_of, empty_state, port, relative
+from tests.modeling.ported import batch_of, empty_state, port
+from tests.support import relative
 from tests.twin import TwinModel
 
 STEPS = 2000

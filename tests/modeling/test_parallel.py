@@ -18,7 +18,8 @@ from nxdi_qwen.modeling.model import DecoderLayer, text_positions
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.parallel import ColumnParallelLinear, Parallel, RowParallelLinear
 from tests.hf_fixtures import FIXTURES, hf_model
-from tests.modeling.ported import ported_model, relative
+from tests.modeling.ported import ported_model
+from tests.support import relative
 
 RANKS, ROWS, TOKENS, HELD = 2, 3, 9, 6
 # Value heads per key head: 2, 3, 3.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -84,6 +86,18 @@ def test_checkpoint_forms(name: str, form: dict[str, object]) -> None:
     ids = tokens_of(name, 0)[:70]
     result = Engine(forward).prefill({1: ids}, "left", 100)[1]
     assert_close(result.every, reference_logits(reference, ids), form)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_wide"])
+def test_every_epsilon_counts(name: str) -> None:
+    """Inputs so small that each norm's epsilon is as large as what it is added to; elsewhere it drowns in rounding."""
+    model = copy.deepcopy(hf_model(name))
+    for key, parameter in model.named_parameters():
+        if any(part in key for part in ("embed_tokens", "conv1d", "q_proj", "k_proj")):
+            parameter.data *= 1e-3
+    ids = tokens_of(name, 0)[:70]
+    result = Engine(EagerForward(load(model))).prefill({1: ids})[1]
+    assert_close(result.every, reference_logits(model, ids), "small inputs")
 
 
 def assert_same_weights(actual: EagerForward, expected: EagerForward) -> None:
