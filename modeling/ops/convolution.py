@@ -35,4 +35,5 @@ def _tail(window: Tensor, lengths: Tensor, kernel: int) -> Tensor:
     """The K - 1 inputs up to the last valid token: [B, C, K - 1]. A gather, so nothing invalid can enter."""
     index = lengths[:, None] + torch.arange(kernel - 1, device=window.device)
     index = index[:, :, None].expand(-1, -1, window.shape[2])
-    return window.gather(1, index).transpose(1, 2)
+    # Contiguous, as the state comes in: compiled graphs trust strides.
+    return window.gather(1, index).transpose(1, 2).contiguous()
