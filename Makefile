@@ -8,7 +8,7 @@ PYTEST_OPTIONS := -rs -n 2
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: venv demo test test-torch29 lint clean
+.PHONY: venv demo test test-torch29 faults lint clean
 
 venv: $(VENV)/.installed
 
@@ -25,6 +25,10 @@ demo: venv
 
 test: venv
 	$(VENV)/bin/python -m pytest $(PYTEST_OPTIONS)
+
+# Breaks copies of the package in many ways and shows that the tests notice each; takes some minutes.
+faults: venv
+	$(VENV)/bin/python -m tests.fault_injection
 
 # The oldest torch that is supported. Where its wheel cannot be installed, that is said and is no failure.
 test-torch29:
