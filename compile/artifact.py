@@ -14,7 +14,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -67,17 +67,26 @@ def check_destination(out: Path) -> None:
 def written_atomically(out: Path) -> Iterator[Path]:
     """A folder to write into, which becomes `out` at the end; on any error it is removed and `out` stays as it was."""
     check_destination(out)
-    made = [place for place in (out.absolute(), *out.absolute().parents) if not place.exists()]
-    out.absolute().parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.absolute().parent))
+    parent = out.absolute().parent
+    made = [place for place in (parent, *parent.parents) if not place.exists()]
+    partial = None
     try:
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=parent))
+        except OSError as error:
+            raise InputError(f"cannot write {out} ({error.strerror}): choose another place with --out") from error
         yield partial
         partial.chmod(0o755)
-        partial.replace(out)
+        try:
+            partial.replace(out)
+        except OSError as error:
+            raise InputError(f"{out} came to exist meanwhile ({error.strerror}): compile to another folder") from error
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
         for place in made:
-            if place.is_dir():
+            with suppress(OSError):  # somebody else may have put something there
                 place.rmdir()
         raise
 

@@ -17,7 +17,6 @@ from nxdi_qwen.compile.artifact import (
     GRAPHS,
     TOKENIZER,
     WEIGHTS,
-    check_destination,
     current_libraries,
     file_sha256,
     weights_entry,
@@ -27,7 +26,16 @@ from nxdi_qwen.compile.artifact import (
 from nxdi_qwen.compile.buckets import Buckets
 from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.graph_check import check_graph
-from nxdi_qwen.compile.graphs import DECODE, HEAD, HEAD_ROWS, GraphSpec, capture, graph_specs, graph_weights
+from nxdi_qwen.compile.graphs import (
+    DECODE,
+    HEAD,
+    HEAD_ROWS,
+    GraphSpec,
+    capture,
+    graph_specs,
+    graph_weights,
+    quiet_export,
+)
 from nxdi_qwen.compile.manifest import GraphEntry, Manifest, current_machine, describe_tensors
 from nxdi_qwen.compile.source import DTYPES, ModelSource, Progress, no_progress
 from nxdi_qwen.modeling.errors import InputError
@@ -38,6 +46,7 @@ from nxdi_qwen.modeling.weights import weight_specs, write_safetensors
 
 TARGET = "cpu"
 DEFAULT_MAX_LENGTH = 2048
+_CPP_COMPILERS = ("g++", "clang++")
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,8 @@ class CompileOptions:
         Parallel(degree=self.degree)
         if self.slots < 1:
             raise InputError(f"batch size {self.slots} is not possible: give at least 1")
+        if self.optimize and not any(map(shutil.which, _CPP_COMPILERS)):
+            raise InputError("--optimize needs a C++ compiler, and none is installed: install g++, or leave it out")
         longest = source.config.max_position_embeddings
         max_length = min(DEFAULT_MAX_LENGTH, longest) if self.max_length is None else self.max_length
         if not 1 <= max_length <= longest:
@@ -78,7 +89,6 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
     where source, options or destination do not fit, and GraphError where a graph breaks a rule.
     """
     max_length, buckets, dtype_name = options.resolve(source)
-    check_destination(out)
     dtype = DTYPES[dtype_name]
     description = describe_state(source.config, options.slots, max_length, dtype)
     with written_atomically(out) as folder:
@@ -151,10 +161,10 @@ class GraphExecutor(Executor):
 
     def context(self, batch: Batch, state: State) -> tuple[Tensor, Tensor, State]:
         name = GraphSpec("context", *batch.input_ids.shape).name
-        return self._calls[name](self._weights, *batch, state)
+        return self._calls[name](self._weights, *_contiguous(batch), state)
 
     def decode(self, batch: Batch, state: State) -> tuple[Tensor, State]:
-        return self._calls[DECODE](self._weights, *batch[:-1], state)
+        return self._calls[DECODE](self._weights, *_contiguous(batch), state)
 
     def head(self, hidden: Tensor) -> Tensor:
         logits = []
@@ -164,9 +174,15 @@ class GraphExecutor(Executor):
         return torch.cat(logits)
 
 
+def _contiguous(batch: Batch) -> list[Tensor]:
+    """The batch as a graph takes it: compiled code trusts the strides it was captured with, and reads past others."""
+    return [tensor.contiguous() for tensor in batch if tensor is not None]
+
+
 def _save(program: ExportedProgram, path: Path, optimize: bool) -> None:
     if optimize:
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        with quiet_export():
+            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         return
     # The example inputs are fake tensors, which only an unsafe pickle could bring back.
     program._example_inputs = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from nxdi_qwen.compile.text import StopChecker, StreamingDecoder, TextCodec
 from nxdi_qwen.modeling.errors import InputError
 
 FINISHED_STOP = "stop"  # an end token or a stop string
+FINISHED_CANCELLED = "cancelled"
 FINISHED_LENGTH = "length"  # as many tokens as were asked for, or as the slot holds
 
 
@@ -79,21 +80,13 @@ class Engine:
     decodes one token for all others that run. A request's tokens depend on its own prompt, parameters and seed.
     """
 
-    def __init__(
-        self, executor: Executor, codec: TextCodec | None = None, generation: Mapping[str, Any] | None = None
-    ) -> None:
-        """`generation`: the checkpoint's sampling defaults, as in generation_config.json."""
+    def __init__(self, executor: Executor, codec: TextCodec | None = None) -> None:
         self.codec = codec
         self.config = executor.config
-        self._generation = generation or {}
         self._runner = SlotRunner(executor)
         self._waiting: deque[_Running] = deque()
         self._slots: list[_Running | None] = [None] * executor.description.slots
         self._submitted = 0
-
-    def params(self, **overrides: Any) -> SamplingParams:
-        """The checkpoint's sampling defaults with the given options in their place; None leaves a default."""
-        return SamplingParams.from_generation_config(self._generation, **overrides)
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Queues a request and returns its number. Raises InputError for a prompt or options that cannot be served."""
@@ -115,11 +108,12 @@ class Engine:
         return request
 
     def cancel(self, request: int) -> None:
-        """Ends a request that waits or runs; its slot is free at once. A request that has ended stays ended."""
-        self._waiting = deque(running for running in self._waiting if running.completion.request != request)
-        for slot, running in enumerate(self._slots):
-            if running is not None and running.completion.request == request:
-                self._slots[slot] = None
+        """Ends a request that waits or runs; its slot is free at once. A request that has ended stays as it is."""
+        for running in [*self._waiting, *filter(None, self._slots)]:
+            if running.completion.request == request:
+                running.completion.finish_reason = FINISHED_CANCELLED
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.completion.finish_reason is None)
+        self._slots = [slot if slot and slot.completion.finish_reason is None else None for slot in self._slots]
 
     @property
     def busy(self) -> bool:

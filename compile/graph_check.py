@@ -81,9 +81,11 @@ def _check_state(program: ExportedProgram, spec: GraphSpec, description: StateDe
             value = node.meta["val"]
             if tuple(value.shape) != tensor.shape or value.dtype != tensor.dtype:
                 raise GraphError(f"{where} is {tuple(value.shape)} {value.dtype}, not {tensor.shape} {tensor.dtype}")
+        if not written.meta["val"].is_contiguous():
+            raise GraphError(f"{where} is not returned contiguous, as the next graph takes it")
         if written is read:
             raise GraphError(f"{where} is returned as it came: nothing is written")
-        if written not in read.users:
+        if written not in read.users or _operation(written) != "where":
             raise GraphError(
                 f"{where} is not carried over: its output does not select between its own input and the new value"
             )

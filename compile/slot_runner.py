@@ -65,6 +65,7 @@ class SlotRunner:
 
     def _encode(self, slot: int, ids: Sequence[int], every_position: bool) -> Tensor:
         check_prompt(ids, self.executor.config.vocab_size, self.executor.description.max_length)
+        self.lengths[slot] = 0  # what the slot held is overwritten from here on, even if this fails
         result, done = [], 0
         for bucket, count in self.executor.buckets.cut(len(ids)):
             padded = torch.zeros(1, bucket, dtype=torch.int64)

@@ -79,7 +79,7 @@ class TextCodec:
             raise InputError(f"the text is not valid Unicode at character {error.start}: give UTF-8") from error
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_arguments: Any) -> list[int]:
         """The ids of a conversation through the chat template; arguments as in `render_chat`."""
         if self.chat_template is None:
             raise InputError(f"the tokenizer has no chat template: give a plain prompt, or add {TEMPLATE_FILE}")

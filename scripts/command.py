@@ -45,12 +45,17 @@ def integers(text: str) -> tuple[int, ...]:
 def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     """A `progress(stage, done, total)` that draws one bar a stage on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Progress(*columns, console=Console(stderr=True))
+    tasks: dict[str, TaskID] = {}
 
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            bars.start()  # not before there is something to show: rich ends even an empty display with a line break
+            tasks[stage] = bars.add_task(stage, total=total)
+        bars.update(tasks[stage], completed=done, total=total)
 
+    try:
         yield report
+    finally:
+        if tasks:
+            bars.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from nxdi_qwen.compile.artifact import TOKENIZER, open_artifact
 from nxdi_qwen.compile.cpu import load_cpu
 from nxdi_qwen.compile.engine import Completion, Engine
+from nxdi_qwen.compile.manifest import Manifest
 from nxdi_qwen.compile.sampling import SamplingParams
 from nxdi_qwen.compile.slot_runner import check_prompt
 from nxdi_qwen.compile.text import TextCodec
@@ -17,15 +19,26 @@ from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.scripts import command
 
 
+class _Text(str):
+    """What --prompt gave."""
+
+
+class _Chat(str):
+    """What --chat gave."""
+
+
 def build_parser() -> command.Parser:
     parser = command.Parser(prog="nxdi-qwen-generate", description=__doc__)
     parser.add_argument("--artifacts", type=Path, required=True, metavar="DIR", help="what neuron-compile wrote")
-    prompt = parser.add_argument_group("prompts (each may repeat; all run together)")
-    prompt.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="plain text, continued")
-    prompt.add_argument(
-        "--chat", action="append", default=[], metavar="TEXT", help="a user's message, through the chat template"
-    )
-    prompt.add_argument("--ids", action="append", default=[], type=command.integers, metavar="1,2,3", help="token ids")
+    prompt = parser.add_argument_group("prompts (each may repeat; all run together, in this order)")
+    for flag, kind, metavar, explanation in (
+        ("--prompt", _Text, "TEXT", "plain text, continued"),
+        ("--chat", _Chat, "TEXT", "a user's message, through the chat template"),
+        ("--ids", command.integers, "1,2,3", "token ids"),
+    ):
+        prompt.add_argument(
+            flag, dest="prompts", action="append", default=[], type=kind, metavar=metavar, help=explanation
+        )
     chat = parser.add_argument_group("chat")
     chat.add_argument("--system", metavar="TEXT", help="a system message before the user's")
     chat.add_argument(
@@ -51,51 +64,67 @@ _SAMPLING: dict[str, type] = {
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
 
 
 def generate(arguments: list[str] | None) -> int:
     options = build_parser().parse_args(arguments)
-    if not (options.prompt or options.chat or options.ids):
+    if not options.prompts:
         raise InputError("no prompt: give --prompt, --chat or --ids")
     manifest = open_artifact(options.artifacts, options.verify)
-    codec = TextCodec.from_folder(options.artifacts / TOKENIZER) if manifest.text_files else None
-    prompts = [*_text_prompts(options, codec), *options.ids]
+    codec = _codec(options, manifest)
+    prompts = [_prompt_ids(prompt, options, codec) for prompt in options.prompts]
     for ids in prompts:
         check_prompt(ids, manifest.model.vocab_size, manifest.max_length)
+    params = SamplingParams.from_generation_config(
+        dataclasses.asdict(manifest.generation),
+        **{name: getattr(options, name) for name in _SAMPLING},
+        stop=tuple(options.stop) if options.stop else None,
+        ignore_eos=options.ignore_eos,
+    )
     with command.progress_bars() as progress:
         executor = load_cpu(options.artifacts, manifest, progress)
-    engine = Engine(executor, codec, dataclasses.asdict(manifest.generation))
-    overrides = {name: getattr(options, name) for name in _SAMPLING}
-    params = engine.params(
-        **overrides, stop=tuple(options.stop) if options.stop else None, ignore_eos=options.ignore_eos
-    )
+    engine = Engine(executor, codec)
     completions = _run(engine, prompts, params, show=not options.json)
     if options.json:
         print(json.dumps({"artifact": str(options.artifacts), "completions": [done.to_dict() for done in completions]}))
     return 0
 
 
-def _text_prompts(options: Any, codec: TextCodec | None) -> list[list[int]]:
-    """The ids of --prompt and --chat."""
-    if not (options.prompt or options.chat):
-        return []
-    if codec is None:
-        raise InputError(
-            f"{options.artifacts} has no tokenizer: give --ids, or compile a folder that has tokenizer.json"
-        )
+def _codec(options: Any, manifest: Manifest) -> TextCodec | None:
+    """The artifact's tokenizer; token ids run without one, also where its files cannot be used."""
+    needed = options.stop or any(isinstance(prompt, str) for prompt in options.prompts)
+    if not manifest.text_files:
+        if needed:
+            raise InputError(
+                f"{options.artifacts} has no tokenizer: give only --ids, or compile a folder that has tokenizer.json"
+            )
+        return None
+    try:
+        return TextCodec.from_folder(options.artifacts / TOKENIZER)
+    except InputError:
+        if needed:
+            raise
+        return None
+
+
+def _prompt_ids(prompt: _Text | _Chat | tuple[int, ...], options: Any, codec: TextCodec | None) -> list[int]:
+    if isinstance(prompt, tuple):
+        return list(prompt)
+    assert codec is not None
+    if isinstance(prompt, _Text):
+        return codec.encode(prompt)
     arguments = dict(options.template_arguments)
     if options.thinking is not None:
         arguments["enable_thinking"] = options.thinking == "on"
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    chats = [
-        codec.encode_chat([*system, {"role": "user", "content": text}], add_generation_prompt=True, **arguments)
-        for text in options.chat
-    ]
-    return [codec.encode(text) for text in options.prompt] + chats
+    return codec.encode_chat([*system, {"role": "user", "content": str(prompt)}], **arguments)
 
 
 def _run(engine: Engine, prompts: list[list[int]], params: SamplingParams, show: bool) -> list[Completion]:

@@ -53,7 +53,7 @@ def compile_model(arguments: list[str] | None) -> int:
     source = ModelSource.from_checkpoint(options.model) if options.model else ModelSource.from_preset(options.preset)
     notes = Console(stderr=True)
     for note in source.notes:
-        notes.print(f"note: {note}", highlight=False, markup=False)
+        notes.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     with command.progress_bars() as progress:
         manifest = compile_cpu(source, options.out, choices, progress)
     if options.json:

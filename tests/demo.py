@@ -35,7 +35,7 @@ def run_json(command: object, arguments: list[str]) -> tuple[dict, int]:
 def main() -> int:
     table = Table(title="Against transformers, float32: largest difference over largest logit")
     for heading in ("family", "compiled in", "generated ids", "prefill", "decode", "argmax", "verdict"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=heading != "generated ids")
     failed = False
     with tempfile.TemporaryDirectory() as place:
         for family in FAMILIES:
