@@ -15,7 +15,8 @@ from nxdi_qwen.modeling.layers.mlp import SparseMoE, SwiGLU
 from nxdi_qwen.modeling.layers.norm import ZeroCenteredRMSNorm
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.ops.rotary import rotary_cos_sin
-from nxdi_qwen.modeling.parallel import SINGLE, Parallel, VocabParallelEmbedding, VocabParallelHead
+from nxdi_qwen.modeling.parallel import VocabParallelEmbedding, VocabParallelHead
+from nxdi_qwen.modeling.partition import SINGLE, Parallel, check_degree
 from nxdi_qwen.modeling.rope_frequencies import rope_attention_scaling, rope_inv_freq
 from nxdi_qwen.modeling.state import read_slots, write_slots
 
@@ -81,7 +82,7 @@ class DecoderLayer(nn.Module):
         mixed, states = mixer(self.input_layernorm(x), state, context)
         x = x + mixed
         normed = self.post_attention_layernorm(x)
-        return x + (self.mlp(normed, context.way) if self.is_sparse else self.mlp(normed)), states
+        return x + (self.mlp(normed, context.way, context.rank) if self.is_sparse else self.mlp(normed)), states
 
 
 class RotaryFrequencies(nn.Module):
@@ -103,7 +104,10 @@ class HybridCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, parallel: Parallel = SINGLE) -> None:
         super().__init__()
+        check_degree(config, parallel.degree, parallel.expert_degree)
         self.config = config
+        self.rank: Tensor
+        self.register_buffer("rank", torch.tensor([parallel.rank]))
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel, dtype)
         self.rope = RotaryFrequencies(config)
         self.layers = nn.ModuleList(
@@ -161,10 +165,10 @@ class HybridCausalLM(nn.Module):
         index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         cos, sin = self.rope(batch.rope_positions)
         masks = ChunkMasks.build(index.device)
-        context = Context(way, batch.start, lengths, index < lengths[:, None], cos, sin, ends, masks)
+        context = Context(way, batch.start, lengths, index < lengths[:, None], cos, sin, ends, masks, self.rank)
         active = lengths > 0
 
-        x = self.embed_tokens(batch.input_ids)
+        x = self.embed_tokens(batch.input_ids, self.rank)
         states: list[State] = [[] for _ in ends]
         for number, layer in enumerate(self.layers):
             old = state[2 * number : 2 * number + 2]

@@ -1,121 +1,124 @@
-"""The seam for parallelism: the only place that knows how parameters are cut and how ranks talk.
+"""The seam for parallelism: the layers whose parameters are cut, and the collectives between ranks.
 
-The cutting rule: a parameter has one `partition_dim` (or none: replicated), and rank r of N owns the r-th of N equal
-contiguous slices along it. Every parameter stands in an order in which that slice is the right one: heads are the
-outer index of every projection, fused projections of a checkpoint are stored apart (q, k, v, z, b, a; q, k and v
-convolution; gate and up), and value heads of one key head are neighbours. Degree 1 is the only degree that is written
-so far.
+Everything else is written once, for the part that a rank owns; `partition` holds the rule that says which part that is.
+The collectives are operations of their own, so that a captured graph holds them as single nodes and is the same for
+every rank: where a rank's place matters, it is an input, the buffer `rank`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn import functional
 
-from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.partition import Cut, Parallel, even, local_shape
 
 
-@dataclass(frozen=True)
-class Parallel:
-    """Where this process stands: `rank` of `degree` tensor-parallel ranks."""
-
-    degree: int = 1
-    rank: int = 0
-
-    def __post_init__(self) -> None:
-        if self.degree != 1:
-            raise InputError(f"degree {self.degree} is not supported yet: use degree 1")
-        if not 0 <= self.rank < self.degree:
-            raise InputError(f"rank {self.rank} does not exist at degree {self.degree}")
-
-    def local(self, size: int) -> int:
-        """This rank's share of `size` heads, columns or experts."""
-        if size % self.degree:
-            raise InputError(f"{size} does not divide into {self.degree} ranks")
-        return size // self.degree
+@torch.library.custom_op("nxdi_qwen::all_reduce", mutates_args=())
+def _all_reduce(x: Tensor) -> Tensor:
+    """Sum over all ranks, in float32; contiguous, as NCCL wants it."""
+    total = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    distributed.all_reduce(total)
+    return total.to(x.dtype)
 
 
-SINGLE = Parallel()
+@_all_reduce.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def partition(shape: tuple[int, ...], dim: int | None, parallel: Parallel, dtype: torch.dtype) -> nn.Parameter:
-    """An uninitialised parameter: this rank's slice of the full `shape` along `dim` (None: replicated)."""
-    local = list(shape)
-    if dim is not None:
-        local[dim] = parallel.local(shape[dim])
-    parameter = nn.Parameter(torch.empty(local, dtype=dtype), requires_grad=False)
-    return with_partition_dim(parameter, dim)
+@torch.library.custom_op("nxdi_qwen::all_gather", mutates_args=())
+def _all_gather(x: Tensor, degree: int) -> Tensor:
+    """The ranks' `x` [..., n] side by side: [..., degree * n]."""
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(degree)]
+    distributed.all_gather(parts, x.contiguous())
+    return torch.cat(parts, dim=-1)
 
 
-def with_partition_dim(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
-    """Marks along which dimension a parameter is cut; `partition_dim` reads it."""
-    parameter.partition_dim = dim  # type: ignore[attr-defined]
-    return parameter
-
-
-def partition_dim(parameter: nn.Parameter) -> int | None:
-    """The dimension along which a parameter is cut, None where it is replicated."""
-    dim: int | None = parameter.partition_dim  # type: ignore[attr-defined]
-    return dim
+@_all_gather.register_fake
+def _(x: Tensor, degree: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], x.shape[-1] * degree))
 
 
 def all_reduce(x: Tensor, parallel: Parallel) -> Tensor:
-    """The sum of `x` over all ranks."""
-    assert parallel.degree == 1
-    return x
+    """The sum of `x` over all ranks, in the dtype of `x`."""
+    return x if parallel.degree == 1 else _all_reduce(x)
 
 
-def all_gather(x: Tensor, dim: int, parallel: Parallel) -> Tensor:
-    """The ranks' `x` one after the other along `dim`."""
-    assert parallel.degree == 1
-    return x
+def all_gather(x: Tensor, parallel: Parallel) -> Tensor:
+    """The ranks' `x` one after the other along the last dimension."""
+    return x if parallel.degree == 1 else _all_gather(x, parallel.degree)
+
+
+def partition(shape: Sequence[int], cuts: Sequence[Cut], parallel: Parallel, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised parameter: this rank's part of the full `shape` (no cuts: replicated)."""
+    parameter = nn.Parameter(torch.empty(local_shape(shape, cuts, parallel), dtype=dtype), requires_grad=False)
+    return with_cuts(parameter, cuts)
+
+
+def with_cuts(parameter: nn.Parameter, cuts: Sequence[Cut]) -> nn.Parameter:
+    """Marks how a parameter is cut; `parameter_cuts` reads it."""
+    parameter.cuts = tuple(cuts)  # type: ignore[attr-defined]
+    return parameter
+
+
+def parameter_cuts(parameter: nn.Parameter) -> tuple[Cut, ...]:
+    """How a parameter is cut; empty where every rank holds all of it."""
+    cuts: tuple[Cut, ...] = parameter.cuts  # type: ignore[attr-defined]
+    return cuts
 
 
 class ColumnParallelLinear(nn.Module):
-    """Linear layer whose outputs are cut: x [..., in] -> [..., out / degree]."""
+    """Linear layer whose outputs are cut: x [..., in] -> [..., this rank's part of out]. `cut` is along dimension 0."""
 
-    def __init__(
-        self, in_features: int, out_features: int, parallel: Parallel, dtype: torch.dtype, bias: bool = False
-    ) -> None:
+    def __init__(self, in_features: int, cut: Cut, parallel: Parallel, dtype: torch.dtype, bias: bool = False) -> None:
         super().__init__()
-        self.weight = partition((out_features, in_features), 0, parallel, dtype)
-        self.bias = partition((out_features,), 0, parallel, dtype) if bias else None
+        self.weight = partition((cut.size, in_features), (cut,), parallel, dtype)
+        self.bias = partition((cut.size,), (cut,), parallel, dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
-    """Linear layer whose inputs are cut: x [..., in / degree] -> [..., out], summed over the ranks; the bias is
-    added once.
+    """Linear layer whose inputs are cut: x [..., this rank's part of in] -> [..., out], summed over the ranks.
+
+    `cut` is along dimension 1; the bias is added once.
     """
 
-    def __init__(
-        self, in_features: int, out_features: int, parallel: Parallel, dtype: torch.dtype, bias: bool = False
-    ) -> None:
+    def __init__(self, cut: Cut, out_features: int, parallel: Parallel, dtype: torch.dtype, bias: bool = False) -> None:
         super().__init__()
         self.parallel = parallel
-        self.weight = partition((out_features, in_features), 1, parallel, dtype)
-        self.bias = partition((out_features,), None, parallel, dtype) if bias else None
+        self.weight = partition((out_features, cut.size), (cut,), parallel, dtype)
+        self.bias = partition((out_features,), (), parallel, dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        out = all_reduce(functional.linear(x, self.weight), self.parallel)
+        out = all_reduce(self.partial(x), self.parallel)
         return out if self.bias is None else out + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's share of the sum, without the bias: for callers that add more to it before the ranks meet."""
+        return functional.linear(x, self.weight)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding cut by vocabulary: ids [...] int64 -> [..., H]."""
+    """Embedding cut by vocabulary: ids [...] int64 -> [..., H]; `rank` is this rank's number, [1] int64."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, dtype: torch.dtype) -> None:
         super().__init__()
         self.parallel = parallel
-        self.weight = partition((vocab_size, hidden_size), 0, parallel, dtype)
+        self.weight = partition((vocab_size, hidden_size), (even(0, vocab_size),), parallel, dtype)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return all_reduce(functional.embedding(ids, self.weight), self.parallel)
+    def forward(self, ids: Tensor, rank: Tensor) -> Tensor:
+        if self.parallel.degree == 1:
+            return functional.embedding(ids, self.weight)
+        count = self.weight.shape[0]
+        local = ids - rank * count
+        own = local.clamp(0, count - 1)
+        rows = functional.embedding(own, self.weight)
+        return all_reduce(torch.where((own == local)[..., None], rows, 0.0), self.parallel)
 
 
 class VocabParallelHead(nn.Module):
@@ -127,8 +130,9 @@ class VocabParallelHead(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, dtype: torch.dtype, tied: bool) -> None:
         super().__init__()
         self.parallel = parallel
-        self.weight = None if tied else partition((vocab_size, hidden_size), 0, parallel, dtype)
+        cuts = (even(0, vocab_size),)
+        self.weight = None if tied else partition((vocab_size, hidden_size), cuts, parallel, dtype)
 
     def forward(self, x: Tensor, embedding_weight: Tensor) -> Tensor:
         weight = embedding_weight if self.weight is None else self.weight
-        return all_gather(functional.linear(x, weight), -1, self.parallel)
+        return all_gather(functional.linear(x, weight), self.parallel)

@@ -8,24 +8,42 @@ outputs, and whoever plans memory the bytes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nxdi_qwen.modeling.config import FULL_ATTENTION, ModelConfig
-from nxdi_qwen.modeling.parallel import SINGLE, Parallel
+from nxdi_qwen.modeling.partition import (
+    SINGLE,
+    Cut,
+    Parallel,
+    key_heads,
+    kv_heads,
+    put_part,
+    take_part,
+    value_heads,
+)
+
+# Segments of dimension 1, the dimensions behind it, dtype.
+_Kind = tuple[tuple[Cut, ...], tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of the state: `role` is "key", "value", "recurrent" or "conv"; dimension 0 of `shape` is the slots."""
+    """One tensor of the state: `role` is "key", "value", "recurrent" or "conv"; dimension 0 of `shape` is the slots.
+
+    `shape` is this rank's. Dimension 1 consists of segments one after the other (conv: q, k and v; the others: one),
+    and each segment is cut by its own rule.
+    """
 
     name: str
     layer: int
     role: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    segments: tuple[Cut, ...]
 
     @property
     def bytes_per_slot(self) -> int:
@@ -54,27 +72,51 @@ def describe_state(
 ) -> StateDescription:
     """The state of `slots` requests of up to `max_length` tokens, per rank; `dtype` is the model's.
 
-    Keys and values [slots, Hkv, max_length, head_dim] and conv [slots, 2 Hk dk + Hv dv, kernel - 1] in `dtype`,
-    recurrent [slots, Hv, dk, dv] float32: a 16-bit recurrent state drifts within a few hundred steps.
+    At degree 1: keys and values [slots, Hkv, max_length, head_dim] and conv [slots, 2 Hk dk + Hv dv, kernel - 1] in
+    `dtype`, recurrent [slots, Hv, dk, dv] float32: a 16-bit recurrent state drifts within a few hundred steps.
     """
-    kv = (slots, parallel.local(config.num_key_value_heads), max_length, config.head_dim)
-    recurrent = (
-        slots,
-        parallel.local(config.linear_num_value_heads),
-        config.linear_key_head_dim,
-        config.linear_value_head_dim,
-    )
-    conv = (slots, parallel.local(config.conv_dim), config.linear_conv_kernel_dim - 1)
+    key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+    channels = (key_heads(config, 1, key_dim), key_heads(config, 1, key_dim), value_heads(config, 1, value_dim))
+    cache: _Kind = ((kv_heads(config, 1, 1),), (max_length, config.head_dim), dtype)
+    recurrent: _Kind = ((value_heads(config, 1, 1),), (key_dim, value_dim), torch.float32)
+    conv: _Kind = (channels, (config.linear_conv_kernel_dim - 1,), dtype)
     tensors = []
-    pair: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
-    for layer, kind in enumerate(config.layer_types):
-        if kind == FULL_ATTENTION:
-            pair = (("key", kv, dtype), ("value", kv, dtype))
-        else:
-            pair = (("recurrent", recurrent, torch.float32), ("conv", conv, dtype))
-        for role, shape, tensor_dtype in pair:
-            tensors.append(StateTensor(f"layers.{layer}.{role}", layer, role, shape, tensor_dtype))
+    for layer, layer_type in enumerate(config.layer_types):
+        attention = layer_type == FULL_ATTENTION
+        pair = {"key": cache, "value": cache} if attention else {"recurrent": recurrent, "conv": conv}
+        for role, (segments, rest, tensor_dtype) in pair.items():
+            shape = (slots, sum(cut.part(parallel).size for cut in segments), *rest)
+            tensors.append(StateTensor(f"layers.{layer}.{role}", layer, role, shape, tensor_dtype, segments))
     return StateDescription(slots, max_length, tuple(tensors))
+
+
+def merge_state(ranks: Sequence[Sequence[Tensor]], description: StateDescription) -> list[Tensor]:
+    """The state of degree 1 from that of every rank of another degree, in rank order.
+
+    `description` is the one of degree 1. Zeros that only fill up a rank's part are left out; of what several ranks
+    hold, the last one's copy counts.
+    """
+    merged = []
+    for number, tensor in enumerate(description.tensors):
+        whole = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for rank, parts in enumerate(ranks):
+            parallel = Parallel(len(ranks), rank)
+            sizes = [cut.part(parallel).size for cut in tensor.segments]
+            places = whole.split([cut.size for cut in tensor.segments], dim=1)
+            for cut, place, part in zip(tensor.segments, places, parts[number].split(sizes, dim=1), strict=True):
+                put_part(place, part, (cut,), parallel)
+        merged.append(whole)
+    return merged
+
+
+def cut_state(state: Sequence[Tensor], description: StateDescription, parallel: Parallel) -> list[Tensor]:
+    """A rank's part of a state of degree 1, which `description` describes: the inverse of `merge_state`."""
+    result = []
+    for whole, tensor in zip(state, description.tensors, strict=True):
+        segments = whole.split([cut.size for cut in tensor.segments], dim=1)
+        parts = [take_part(part, (cut,), parallel) for cut, part in zip(tensor.segments, segments, strict=True)]
+        result.append(torch.cat(parts, dim=1))
+    return result
 
 
 def read_slots(state: Tensor, slots: Tensor | None, start: Tensor) -> Tensor:

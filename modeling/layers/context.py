@@ -26,7 +26,7 @@ class Context:
 
     `start` [B]: tokens that each row's slot already holds; `lengths` [B]: valid tokens; `valid` [B, T]: the same as a
     mask; `cos`, `sin` [B, T, rotary_dim / 2]; `ends`: the token counts after which a layer returns its state, the
-    last one being T; `masks`: the triangles of the chunked rule.
+    last one being T; `masks`: the triangles of the chunked rule; `rank` [1] int64: this rank's number.
     """
 
     way: Way
@@ -37,3 +37,4 @@ class Context:
     sin: Tensor
     ends: tuple[int, ...]
     masks: ChunkMasks
+    rank: Tensor

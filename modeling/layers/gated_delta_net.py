@@ -10,7 +10,8 @@ from nxdi_qwen.modeling.layers.context import Context, LayerState, Way
 from nxdi_qwen.modeling.ops.convolution import causal_convolution
 from nxdi_qwen.modeling.ops.gated_delta import gated_delta_prefill, gated_delta_verify
 from nxdi_qwen.modeling.ops.normalization import gated_rms_norm
-from nxdi_qwen.modeling.parallel import SINGLE, ColumnParallelLinear, Parallel, RowParallelLinear, partition
+from nxdi_qwen.modeling.parallel import ColumnParallelLinear, RowParallelLinear, partition
+from nxdi_qwen.modeling.partition import SINGLE, Cut, Parallel, key_heads, value_heads
 
 
 class GatedRMSNorm(nn.Module):
@@ -19,7 +20,7 @@ class GatedRMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = partition((size,), None, SINGLE, torch.float32)
+        self.weight = partition((size,), (), SINGLE, torch.float32)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return gated_rms_norm(x, gate, self.weight, self.eps)
@@ -35,21 +36,24 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.key_head_dim = config.linear_key_head_dim
         self.value_head_dim = config.linear_value_head_dim
-        self.local_key_dim = parallel.local(config.key_dim)
-        hidden, heads, kernel = config.hidden_size, config.linear_num_value_heads, config.linear_conv_kernel_dim
-        self.q_proj = ColumnParallelLinear(hidden, config.key_dim, parallel, dtype)
-        self.k_proj = ColumnParallelLinear(hidden, config.key_dim, parallel, dtype)
-        self.v_proj = ColumnParallelLinear(hidden, config.value_dim, parallel, dtype)
-        self.z_proj = ColumnParallelLinear(hidden, config.value_dim, parallel, dtype)
-        self.b_proj = ColumnParallelLinear(hidden, heads, parallel, dtype)
-        self.a_proj = ColumnParallelLinear(hidden, heads, parallel, dtype)
-        self.q_conv = DepthwiseTaps(config.key_dim, kernel, parallel, dtype)
-        self.k_conv = DepthwiseTaps(config.key_dim, kernel, parallel, dtype)
-        self.v_conv = DepthwiseTaps(config.value_dim, kernel, parallel, dtype)
-        self.A_log = partition((heads,), 0, parallel, torch.float32)
-        self.dt_bias = partition((heads,), 0, parallel, torch.float32)
-        self.norm = GatedRMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
-        self.out_proj = RowParallelLinear(config.value_dim, hidden, parallel, dtype)
+        hidden, kernel = config.hidden_size, config.linear_conv_kernel_dim
+        keys = key_heads(config, 0, self.key_head_dim)
+        values = value_heads(config, 0, self.value_head_dim)
+        per_head = value_heads(config, 0, 1)
+        self.local_key_dim = keys.part(parallel).size
+        self.q_proj = ColumnParallelLinear(hidden, keys, parallel, dtype)
+        self.k_proj = ColumnParallelLinear(hidden, keys, parallel, dtype)
+        self.v_proj = ColumnParallelLinear(hidden, values, parallel, dtype)
+        self.z_proj = ColumnParallelLinear(hidden, values, parallel, dtype)
+        self.b_proj = ColumnParallelLinear(hidden, per_head, parallel, dtype)
+        self.a_proj = ColumnParallelLinear(hidden, per_head, parallel, dtype)
+        self.q_conv = DepthwiseTaps(keys, kernel, parallel, dtype)
+        self.k_conv = DepthwiseTaps(keys, kernel, parallel, dtype)
+        self.v_conv = DepthwiseTaps(values, kernel, parallel, dtype)
+        self.A_log = partition((per_head.size,), (per_head,), parallel, torch.float32)
+        self.dt_bias = partition((per_head.size,), (per_head,), parallel, torch.float32)
+        self.norm = GatedRMSNorm(self.value_head_dim, config.rms_norm_eps)
+        self.out_proj = RowParallelLinear(value_heads(config, 1, self.value_head_dim), hidden, parallel, dtype)
 
     def forward(self, x: Tensor, state: LayerState, context: Context) -> tuple[Tensor, list[LayerState]]:
         """x [B, T, H]; state: recurrent rows [B, Hv, dk, dv] float32 and conv rows [B, 2K + V, kernel - 1].
@@ -82,9 +86,9 @@ class GatedDeltaNet(nn.Module):
 class DepthwiseTaps(nn.Module):
     """The weight [channels, kernel] of one segment of the causal convolution, oldest input first."""
 
-    def __init__(self, channels: int, kernel: int, parallel: Parallel, dtype: torch.dtype) -> None:
+    def __init__(self, channels: Cut, kernel: int, parallel: Parallel, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = partition((channels, kernel), 0, parallel, dtype)
+        self.weight = partition((channels.size, kernel), (channels,), parallel, dtype)
 
 
 def _softplus(x: Tensor) -> Tensor:

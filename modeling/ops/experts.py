@@ -1,7 +1,8 @@
 """Routed experts with static shapes: one form for prefill, one for decode.
 
 Shared shapes: `x` [N, H]; `gate`, `up` [E, I, H] and `down` [E, H, I], the experts' weights; `chosen` [N, k] int64,
-`weights` [N, k] in the model's dtype. Both return [N, H] in the dtype of `x`, summed over the k experts in float32.
+`weights` [N, k] in the model's dtype. An entry of `chosen` outside 0 .. E - 1 is an expert of another rank, and adds
+nothing. Both return [N, H] in the dtype of `x`, summed over the k experts in float32.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
 def experts_by_token(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Decode: reads the chosen experts only, N * k of them."""
     tokens, top_k = chosen.shape
-    expert = chosen.reshape(-1)
+    expert = chosen.reshape(-1).clamp(0, gate.shape[0] - 1)
     repeated = x[:, None, :].expand(-1, top_k, -1).reshape(tokens * top_k, 1, x.shape[1])
-    return _combine(_swiglu(repeated, gate[expert], up[expert], down[expert])[:, 0], weights, x.dtype)
+    return _combine(_swiglu(repeated, gate[expert], up[expert], down[expert])[:, 0], chosen, expert, weights, x.dtype)
 
 
 def experts_by_block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -47,7 +48,9 @@ def experts_by_block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: 
     busy = min(experts, total)
     blocks = busy + (total - busy) // size
 
-    expert = chosen.reshape(-1)  # [N * k], one entry an assignment
+    # [N * k], one entry an assignment; other ranks' experts sort behind this rank's.
+    assigned = chosen.reshape(-1)
+    expert = torch.where(assigned < 0, experts, assigned).clamp(max=experts)
     number = torch.arange(total, device=x.device)
     order = torch.argsort(expert * total + number)  # assignments by expert; the keys are distinct
     rank = torch.argsort(order)  # of every assignment in that order
@@ -71,7 +74,9 @@ def experts_by_block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, chosen: 
         owners = owner[first : first + wave]
         outputs.append(_swiglu(grouped[first : first + wave], gate[owners], up[owners], down[owners]))
     out = torch.cat(outputs).reshape(blocks * size, x.shape[1])
-    return _combine(out[block_begin[expert] * size + rank - begin[expert]], weights, x.dtype)
+    own = expert.clamp(max=experts - 1)
+    place = (block_begin[own] * size + rank - begin[own]).clamp(max=blocks * size - 1)
+    return _combine(out[place], chosen, own, weights, x.dtype)
 
 
 def block_size(assignments: int, experts: int) -> int:
@@ -85,9 +90,12 @@ def _swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return hidden @ down.transpose(1, 2)
 
 
-def _combine(expert_out: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """expert_out [N * k, H] -> [N, H]: each token's experts, weighted."""
+def _combine(expert_out: Tensor, chosen: Tensor, own: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """expert_out [N * k, H] -> [N, H]: each token's experts, weighted; `own` [N * k] are the experts that computed
+    it.
+    """
     weighted = expert_out.reshape(*weights.shape, -1).to(torch.float32) * weights.to(torch.float32)[..., None]
+    weighted = torch.where((own.reshape(chosen.shape) == chosen)[..., None], weighted, 0.0)
     return weighted.sum(dim=1).to(dtype)
 
 

@@ -1,6 +1,7 @@
-"""The cutting rule: contiguous slices along `partition_dim` give every rank its own heads, and the ranks add up.
+"""The parallel layers without processes: contiguous slices give every rank its own heads, and the ranks add up.
 
-Only degree 1 is written. Here each half of a model is built as a smaller model of its own, from slices alone.
+Each half of a model is built here as a smaller model of its own, from slices alone: what a cutter that knows nothing of
+heads (NxD's) does with the parameters.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.layers.context import Context, Way
 from nxdi_qwen.modeling.model import DecoderLayer, text_positions
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
-from nxdi_qwen.modeling.parallel import ColumnParallelLinear, Parallel, RowParallelLinear
+from nxdi_qwen.modeling.parallel import ColumnParallelLinear, RowParallelLinear, parameter_cuts
+from nxdi_qwen.modeling.partition import Over, Parallel, even, take_part
 from tests.hf_fixtures import FIXTURES, hf_model
 from tests.modeling.ported import ported_model
 from tests.support import relative
 
 RANKS, ROWS, TOKENS, HELD = 2, 3, 9, 6
+RANK = torch.tensor([0])  # of each half, which is a whole model to itself
 # Value heads per key head: 2, 3, 3.
 NAMES = ["qwen3_next", "qwen3_next_mixed", "qwen3_5"]
 CUT = {
@@ -45,16 +48,15 @@ CUT = {
 }
 
 
-@pytest.mark.parametrize("degree", [-1, 0, 2, 4, 64])
-def test_other_degrees_are_refused(degree: int) -> None:
-    with pytest.raises(InputError, match=f"degree {degree} .*use degree 1"):
+@pytest.mark.parametrize("degree", [-1, 0, 65])
+def test_degrees_out_of_range_are_refused(degree: int) -> None:
+    with pytest.raises(InputError, match=f"degree {degree} is out of range: use 1 to 64"):
         Parallel(degree=degree)
 
 
 def test_a_rank_beyond_the_degree_is_refused() -> None:
     with pytest.raises(InputError, match="rank 1 does not exist at degree 1"):
         Parallel(rank=1)
-    assert Parallel().local(7) == 7
 
 
 @pytest.mark.parametrize("name", FIXTURES)
@@ -62,26 +64,41 @@ def test_every_parameter_says_where_it_is_cut(name: str) -> None:
     expected = {suffix: dim for dim, suffixes in CUT.items() for suffix in suffixes}
     for parameter_name, parameter in ported_model(name).named_parameters():
         suffix = parameter_name.split(".", 2)[2] if parameter_name.startswith("layers.") else parameter_name
-        assert parameter.partition_dim == expected[suffix], parameter_name
+        assert cut_dim(parameter) == expected[suffix], parameter_name
+        by_expert = [cut.dim for cut in parameter_cuts(parameter) if cut.over is Over.EXPERT]
+        assert by_expert == ([0] if ".experts." in parameter_name else [])
         assert not parameter.requires_grad
-        if parameter.partition_dim is not None:
-            assert parameter.shape[parameter.partition_dim] % RANKS == 0
+        for cut in parameter_cuts(parameter):
+            assert parameter.shape[cut.dim] == cut.size
+        if cut_dim(parameter) is not None:
+            assert parameter.shape[cut_dim(parameter)] % RANKS == 0
 
 
 def test_linear_layers() -> None:
     """Both kinds at degree 1; the bias of a row-parallel layer is not cut, for it is added once."""
     x, parallel = torch.randn(5, 12, generator=torch.Generator().manual_seed(0)), Parallel()
-    for kind in (ColumnParallelLinear, RowParallelLinear):
-        layer = kind(12, 8, parallel, torch.float32, bias=True)
+    column = ColumnParallelLinear(12, even(0, 8), parallel, torch.float32, bias=True)
+    row = RowParallelLinear(even(1, 12), 8, parallel, torch.float32, bias=True)
+    for layer in (column, row):
         randomise(layer)
         torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-    assert layer.bias.partition_dim is None
+    assert column.bias is not None and cut_dim(column.bias) == 0
+    assert row.bias is not None and parameter_cuts(row.bias) == ()
+
+
+def cut_dim(parameter: nn.Parameter) -> int | None:
+    """The dimension that is cut over the ranks when experts are not cut by number; None where there is none."""
+    dims = [cut.dim for cut in parameter_cuts(parameter) if cut.over is not Over.EXPERT]
+    assert len(dims) <= 1
+    return dims[0] if dims else None
 
 
 def slice_of(parameter: nn.Parameter, rank: int) -> Tensor:
-    """The cutting rule, by a general cutter that knows nothing of heads."""
-    dim = parameter.partition_dim
-    return parameter.data if dim is None else parameter.data.chunk(RANKS, dim)[rank]
+    """The cutting rule, by a general cutter that knows nothing of heads; ours agrees with it."""
+    dim = cut_dim(parameter)
+    part = parameter.data if dim is None else parameter.data.chunk(RANKS, dim)[rank]
+    assert torch.equal(part, take_part(parameter.data, parameter_cuts(parameter), Parallel(RANKS, rank)))
+    return part
 
 
 def randomise(module: nn.Module) -> None:
@@ -114,7 +131,7 @@ def make_context(name: str) -> Context:
     valid = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     cos, sin = ported_model(name).rope(text_positions(start, valid))
     lengths = valid.sum(dim=1)
-    return Context(Way.PREFILL, start, lengths, valid, cos, sin, (TOKENS,), ChunkMasks.build(torch.device("cpu")))
+    return Context(Way.PREFILL, start, lengths, valid, cos, sin, (TOKENS,), ChunkMasks.build(torch.device("cpu")), RANK)
 
 
 def cut_conv(state: Tensor, config: ModelConfig, rank: int) -> Tensor:
@@ -160,7 +177,7 @@ def test_feed_forward_layers_add_up(name: str, way: Way) -> None:
     model = ported_model(name)
     x = torch.randn(ROWS, TOKENS, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
     for index, layer in enumerate(model.layers):
-        extra = (way,) if layer.is_sparse else ()
+        extra = (way, RANK) if layer.is_sparse else ()
         total = sum(local.mlp(x, *extra) for local in rank_layers(layer, model.config, index))
         assert relative(total, layer.mlp(x, *extra)) < 1e-5, index
 
