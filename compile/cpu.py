@@ -40,9 +40,9 @@ from nxdi_qwen.compile.manifest import GraphEntry, Manifest, current_machine, de
 from nxdi_qwen.compile.source import DTYPES, ModelSource, Progress, no_progress
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.model import Batch, State
-from nxdi_qwen.modeling.parallel import Parallel
+from nxdi_qwen.modeling.partition import Parallel, check_degree
 from nxdi_qwen.modeling.state import describe_state
-from nxdi_qwen.modeling.weights import weight_specs, write_safetensors
+from nxdi_qwen.modeling.weights import write_ranks
 
 TARGET = "cpu"
 DEFAULT_MAX_LENGTH = 2048
@@ -61,11 +61,12 @@ class CompileOptions:
     buckets: tuple[int, ...] | None = None
     dtype: str | None = None
     degree: int = 1
+    expert_degree: int = 1
     optimize: bool = False
 
     def resolve(self, source: ModelSource) -> tuple[int, Buckets, str]:
         """(maximum length, buckets, dtype name), all checked."""
-        Parallel(degree=self.degree)
+        check_degree(source.config, self.degree, self.expert_degree)
         if self.slots < 1:
             raise InputError(f"batch size {self.slots} is not possible: give at least 1")
         if self.optimize and not any(map(shutil.which, _CPP_COMPILERS)):
@@ -90,7 +91,8 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
     """
     max_length, buckets, dtype_name = options.resolve(source)
     dtype = DTYPES[dtype_name]
-    description = describe_state(source.config, options.slots, max_length, dtype)
+    parallel = Parallel(options.degree, 0, options.expert_degree)  # graphs and shapes are the same for every rank
+    description = describe_state(source.config, options.slots, max_length, dtype, parallel)
     with written_atomically(out) as folder:
         (folder / GRAPHS).mkdir()
         (folder / WEIGHTS).mkdir()
@@ -98,16 +100,18 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
         graphs = {}
         for done, spec in enumerate(specs):
             progress("graphs", done, len(specs))
-            program = capture(spec, source.config, dtype, description)
+            program = capture(spec, source.config, dtype, description, parallel)
             size = check_graph(program, spec, description)
             file = f"{GRAPHS}/{spec.name}.pt2"
             _save(program, folder / file, options.optimize)
             graphs[spec.name] = GraphEntry(file, file_sha256(folder / file), **size)
         progress("graphs", len(specs), len(specs))
-        write_safetensors(
-            folder / weights_file(0),
-            weight_specs(source.config, dtype),
-            source.tensors(dtype),
+        write_ranks(
+            [folder / weights_file(rank) for rank in range(options.degree)],
+            source.config,
+            dtype,
+            source.blocks(dtype),
+            options.expert_degree,
             progress=lambda done, total: progress("weights", done, total),
         )
         manifest = Manifest(
@@ -118,12 +122,13 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
             source={"name": source.name, "fingerprint": source.fingerprint},
             dtype=dtype_name,
             degree=options.degree,
+            expert_degree=options.expert_degree,
             slots=options.slots,
             max_length=max_length,
             buckets=buckets.lengths,
             state=describe_tensors(description),
             graphs=graphs,
-            weights=(weights_entry(folder, 0),),
+            weights=tuple(weights_entry(folder, rank) for rank in range(options.degree)),
             text_files=_copy_text_files(source, folder),
             libraries=current_libraries(),
             machine=current_machine(),
@@ -132,27 +137,31 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
     return manifest
 
 
-def load_cpu(folder: Path, manifest: Manifest, progress: Progress = no_progress) -> Executor:
-    """The executor of an artifact whose files `open_artifact` has checked; `progress` stage: "graphs" (graphs
-    loaded).
+def load_cpu(folder: Path, manifest: Manifest, rank: int = 0, progress: Progress = no_progress) -> Executor:
+    """One rank's executor of an artifact whose files `open_artifact` has checked.
+
+    `progress` stage: "graphs" (graphs loaded).
     """
     if manifest.target != TARGET:
         raise InputError(f"{folder} was compiled for {manifest.target}; this runs artifacts of target {TARGET}")
-    weights = load_file(folder / manifest.weights[0].file)
+    weights = load_file(folder / manifest.weights[rank].file)
     calls = {}
     for done, (name, entry) in enumerate(manifest.graphs.items()):
         progress("graphs", done, len(manifest.graphs))
         calls[name] = _load(folder / entry.file, manifest.optimized)
     progress("graphs", len(manifest.graphs), len(manifest.graphs))
-    return GraphExecutor(manifest, calls, weights)
+    return GraphExecutor(manifest, rank, calls, weights)
 
 
 class GraphExecutor(Executor):
-    """Runs the graphs of an artifact; weights are shared by all of them."""
+    """Runs the graphs of an artifact with one rank's weights, which all graphs share."""
 
-    def __init__(self, manifest: Manifest, calls: dict[str, Callable[..., Any]], weights: dict[str, Tensor]) -> None:
+    def __init__(
+        self, manifest: Manifest, rank: int, calls: dict[str, Callable[..., Any]], weights: dict[str, Tensor]
+    ) -> None:
         dtype = DTYPES[manifest.dtype]
-        description = describe_state(manifest.model, manifest.slots, manifest.max_length, dtype)
+        parallel = Parallel(manifest.degree, rank, manifest.expert_degree)
+        description = describe_state(manifest.model, manifest.slots, manifest.max_length, dtype, parallel)
         super().__init__(manifest.model, description, Buckets(manifest.buckets))
         self._calls = calls
         self._weights, self._head_weights = (

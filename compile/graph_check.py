@@ -19,12 +19,12 @@ MAX_RANK = 4
 
 # Core ATen operations whose lowering uses only HLO opcodes that occur in models which neuronx-cc is known to compile.
 _KNOWN = {
-    "_softmax", "_to_copy", "_unsafe_view", "abs", "add", "addmm", "alias", "amax", "arange", "bitwise_not", "bmm",
-    "cat", "clamp", "clone", "cos", "detach", "div", "embedding", "empty", "eq", "exp", "expand", "full",
-    "full_like", "gather", "ge", "gt", "index", "index_select", "le", "lift_fresh_copy", "logical_not", "lt",
-    "mean", "mm", "mul", "ne", "neg", "ones", "permute", "pow", "reciprocal", "repeat", "rsqrt", "rsub",
-    "scalar_tensor", "select", "sigmoid", "sin", "slice", "sort", "split_with_sizes", "squeeze", "sub", "sum",
-    "topk", "transpose", "unsqueeze", "view", "where", "zeros",
+    "_softmax", "_to_copy", "_unsafe_view", "abs", "add", "addmm", "alias", "all_gather", "all_reduce", "amax",
+    "arange", "bitwise_not", "bmm", "cat", "clamp", "clone", "cos", "detach", "div", "embedding", "empty", "eq",
+    "exp", "expand", "full", "full_like", "gather", "ge", "gt", "index", "index_select", "le", "lift_fresh_copy",
+    "logical_not", "lt", "mean", "mm", "mul", "ne", "neg", "ones", "permute", "pow", "reciprocal", "repeat",
+    "rsqrt", "rsub", "scalar_tensor", "select", "sigmoid", "sin", "slice", "sort", "split_with_sizes", "squeeze",
+    "sub", "sum", "topk", "transpose", "unsqueeze", "view", "where", "zeros",
 }  # fmt: skip
 # Operations beyond that list, each with the reason why it is expected to compile.
 _EXPECTED = {

@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.model import Batch, HybridCausalLM, State
+from nxdi_qwen.modeling.partition import SINGLE, Parallel
 from nxdi_qwen.modeling.state import StateDescription
 from nxdi_qwen.modeling.weights import weight_specs
 
@@ -119,11 +120,20 @@ def quiet_export() -> Iterator[None]:
         yield
 
 
-def capture(spec: GraphSpec, config: ModelConfig, dtype: torch.dtype, description: StateDescription) -> ExportedProgram:
-    """The graph of `spec` as an exported program; `dtype` is the model's."""
+def capture(
+    spec: GraphSpec,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    description: StateDescription,
+    parallel: Parallel = SINGLE,
+) -> ExportedProgram:
+    """The graph of `spec` as an exported program; `dtype` is the model's, `description` that of one rank.
+
+    Every rank of a degree has the same graph, whatever rank `parallel` names.
+    """
     fake = FakeTensorMode()
     with fake, torch.no_grad():
-        model = HybridCausalLM(config, dtype)
+        model = HybridCausalLM(config, dtype, parallel)
         names = graph_weights(spec.kind, config)
         tensors = model.state_dict()
         weights = [tensors[name].detach() for name in names]

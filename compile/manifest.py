@@ -18,7 +18,7 @@ from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
 from nxdi_qwen.modeling.state import StateDescription
 
 FORMAT = "nxdi-qwen artifact"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 
@@ -55,12 +55,13 @@ class Manifest:
     source: dict[str, str]  # name and fingerprint of what was compiled
     dtype: str
     degree: int
+    expert_degree: int
     slots: int
     max_length: int
     buckets: tuple[int, ...]
     state: tuple[dict[str, Any], ...]
     graphs: dict[str, GraphEntry]
-    weights: tuple[WeightsEntry, ...]  # one a rank
+    weights: tuple[WeightsEntry, ...]  # one a rank, in rank order
     text_files: dict[str, str]  # tokenizer file below the folder -> sha256
     libraries: dict[str, str]
     machine: str

@@ -8,16 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from nxdi_qwen.compile.text import TextCodec
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
 from nxdi_qwen.modeling.model import HybridCausalLM
-from nxdi_qwen.modeling.parallel import partition_dim, with_partition_dim
+from nxdi_qwen.modeling.parallel import parameter_cuts, with_cuts
+from nxdi_qwen.modeling.partition import SINGLE, Parallel
 from nxdi_qwen.modeling.presets import preset
-from nxdi_qwen.modeling.weights import Checkpoint, plan_weights, random_weights, stream_weights, weight_specs
+from nxdi_qwen.modeling.weights import (
+    Block,
+    Checkpoint,
+    checkpoint_blocks,
+    collect,
+    plan_weights,
+    random_blocks,
+    weight_specs,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RANDOM_SEED = 0
@@ -34,9 +42,9 @@ def no_progress(stage: str, done: int, total: int) -> None:
 class ModelSource:
     """A model that is checked but not yet read.
 
-    `tensors(dtype)` streams its parameters in the order of `modeling.weights.weight_specs`. `fingerprint` tells
-    checkpoints apart without reading them: a hash over all tensors' names, shapes, dtypes and places, and over the
-    files' sizes and times of change. `notes` are lines worth showing; `text_files` are the tokenizer's, below
+    `blocks(dtype)` streams the rows of its parameters in the order of `modeling.weights.weight_specs`. `fingerprint`
+    tells checkpoints apart without reading them: a hash over all tensors' names, shapes, dtypes and places, and over
+    the files' sizes and times of change. `notes` are lines worth showing; `text_files` are the tokenizer's, below
     `folder`.
     """
 
@@ -47,7 +55,7 @@ class ModelSource:
     notes: tuple[str, ...]
     folder: Path | None
     text_files: tuple[Path, ...]
-    tensors: Callable[[torch.dtype], Iterator[tuple[str, Tensor]]]
+    blocks: Callable[[torch.dtype], Iterator[Block]]
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> ModelSource:
@@ -63,7 +71,7 @@ class ModelSource:
             notes=(*loaded.notes, *plan.notes),
             folder=folder,
             text_files=tuple(TextCodec.files(folder)),
-            tensors=lambda dtype: stream_weights(plan, checkpoint, dtype),
+            blocks=lambda dtype: checkpoint_blocks(plan, checkpoint, dtype),
         )
 
     @classmethod
@@ -78,23 +86,24 @@ class ModelSource:
             notes=("random weights: the shapes are those of the public model, the text is noise",),
             folder=None,
             text_files=(),
-            tensors=lambda dtype: random_weights(config, dtype, RANDOM_SEED),
+            blocks=lambda dtype: random_blocks(config, dtype, RANDOM_SEED),
         )
 
-    def load(self, dtype: torch.dtype, progress: Progress = no_progress) -> HybridCausalLM:
-        """The eager model with its weights, in `dtype`; at no time more in memory than it and one group of tensors."""
+    def load(self, dtype: torch.dtype, parallel: Parallel = SINGLE, progress: Progress = no_progress) -> HybridCausalLM:
+        """One rank's eager model with its weights, in `dtype`; beside it, a few rows of a parameter are in memory."""
         with torch.device("meta"):
-            model = HybridCausalLM(self.config, dtype)
-        specs = weight_specs(self.config, dtype)
-        for done, (name, tensor) in enumerate(self.tensors(dtype), start=1):
+            model = HybridCausalLM(self.config, dtype, parallel)
+        specs = weight_specs(self.config, dtype, parallel)
+        for done, (name, tensor) in enumerate(collect(self.blocks(dtype), self.config, dtype, parallel), start=1):
             owner, _, attribute = name.rpartition(".")
             module = model.get_submodule(owner)
-            placeholder = module._parameters.get(attribute)
-            if placeholder is None:
+            if attribute in module._buffers:
                 module._buffers[attribute] = tensor
             else:
+                placeholder = module._parameters[attribute]
+                assert placeholder is not None
                 parameter = torch.nn.Parameter(tensor, requires_grad=False)
-                module._parameters[attribute] = with_partition_dim(parameter, partition_dim(placeholder))
+                module._parameters[attribute] = with_cuts(parameter, parameter_cuts(placeholder))
             progress("weights", done, len(specs))
         return model.eval()
 

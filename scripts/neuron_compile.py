@@ -12,6 +12,7 @@ from nxdi_qwen.compile.cpu import TARGET, CompileOptions, compile_cpu
 from nxdi_qwen.compile.manifest import Manifest
 from nxdi_qwen.compile.source import DTYPES, ModelSource
 from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.partition import Parallel
 from nxdi_qwen.modeling.state import describe_state
 from nxdi_qwen.scripts import command
 
@@ -30,7 +31,10 @@ def build_parser() -> command.Parser:
     )
     parser.add_argument("--buckets", type=command.integers, metavar="N,N", help="prompt lengths, multiples of 64")
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: the checkpoint's own")
-    parser.add_argument("--degree", type=int, default=1, metavar="N", help="tensor-parallel degree; only 1 so far")
+    parser.add_argument("--degree", type=int, default=1, metavar="N", help="ranks that share the model (default 1)")
+    parser.add_argument(
+        "--expert-degree", type=int, default=1, metavar="E", help="groups of ranks that share the experts (default 1)"
+    )
     parser.add_argument("--optimize", action="store_true", help="compile with AOTInductor (needs a C++ compiler; slow)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -48,6 +52,7 @@ def compile_model(arguments: list[str] | None) -> int:
         buckets=options.buckets,
         dtype=options.dtype,
         degree=options.degree,
+        expert_degree=options.expert_degree,
         optimize=options.optimize,
     )
     source = ModelSource.from_checkpoint(options.model) if options.model else ModelSource.from_preset(options.preset)
@@ -64,12 +69,15 @@ def compile_model(arguments: list[str] | None) -> int:
 
 
 def _figures(manifest: Manifest) -> dict[str, object]:
-    state = describe_state(manifest.model, manifest.slots, manifest.max_length, DTYPES[manifest.dtype])
+    parallel = Parallel(manifest.degree, 0, manifest.expert_degree)
+    state = describe_state(manifest.model, manifest.slots, manifest.max_length, DTYPES[manifest.dtype], parallel)
     return {
         "target": manifest.target,
         "optimized": manifest.optimized,
         "model": manifest.source["name"],
         "dtype": manifest.dtype,
+        "degree": manifest.degree,
+        "expert_degree": manifest.expert_degree,
         "slots": manifest.slots,
         "max_length": manifest.max_length,
         "weight_bytes": sum(entry.bytes for entry in manifest.weights),
@@ -88,7 +96,9 @@ def _print_table(out: Path, manifest: Manifest) -> None:
     for name, graph in graphs.items():
         table.add_row(f"graph {name}", f"{graph['nodes']:,} operations, largest rank {graph['max_rank']}")
     Console().print(table)
-    print("Run it with: nxdi-qwen-generate --artifacts", out)
+    ranks = manifest.degree
+    program = f"torchrun --nproc-per-node {ranks} -m nxdi_qwen.scripts.generate" if ranks > 1 else "nxdi-qwen-generate"
+    print(f"Run it with: {program} --artifacts {out}")
 
 
 def main() -> int:

@@ -49,12 +49,12 @@ def checkpoint_of(factory: pytest.TempPathFactory, name: str) -> Path:
     return _once(factory, f"{name}-checkpoint", lambda at: save_checkpoint(short_model(name), at, tokenizer=True))
 
 
-def artifact_of(factory: pytest.TempPathFactory, name: str, optimize: bool = False) -> Path:
+def artifact_of(factory: pytest.TempPathFactory, name: str, optimize: bool = False, degree: int = 1) -> Path:
     """The artifact of that checkpoint, of exported programs or compiled with AOTInductor. To be read only."""
-    options = dataclasses.replace(OPTIONS, optimize=optimize)
+    options = dataclasses.replace(OPTIONS, optimize=optimize, degree=degree)
     source = ModelSource.from_checkpoint(checkpoint_of(factory, name))
     form = "optimized" if optimize else "exported"
-    return _once(factory, f"{name}-{form}", lambda at: compile_cpu(source, at, options))
+    return _once(factory, f"{name}-{form}-{degree}", lambda at: compile_cpu(source, at, options))
 
 
 def served(factory: pytest.TempPathFactory, form: str, name: str) -> Served:

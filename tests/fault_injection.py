@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import inspect
 import json
 import math
 import os
@@ -82,6 +83,9 @@ def imported_from(place: Path) -> Iterator[None]:
         for name in ours():
             del sys.modules[name]
         sys.modules.update(before)
+        # The copy's top is a regular package and the installed one a namespace without a file: inspect, which
+        # registering an operation asks where it stands, trips over its memory of the other.
+        inspect._filesbymodname.pop("nxdi_qwen", None)
 
 
 @functools.cache

@@ -125,8 +125,8 @@ FAULTS = (
         (
             Edit(
                 RECIPES,
-                "return tensor.squeeze(1).split(rows)",
-                "q, k, v = tensor.squeeze(1).split(rows)\n    return k, q, v",
+                "return [*projections, _split(conv, rows)]",
+                "q, k, v = rows.items()\n    return [*projections, _split(conv, dict((k, q, v)))]",
             ),
         ),
         "qwen3_5",
@@ -139,8 +139,8 @@ FAULTS = (
         (
             Edit(
                 RECIPES,
-                "return [part.reshape(-1, tensor.shape[-1]) for part in grouped.split(rows, dim=1)]",
-                "return tensor.split([heads * part for part in rows])",
+                'projection("in_proj_qkvz", "qkvz", heads)',
+                'projection("in_proj_qkvz", "qkvz")',
             ),
         ),
         "qwen3_next",
@@ -231,7 +231,7 @@ FAULTS = (
         "state dtype",
         "the recurrent state is kept in bfloat16",
         (
-            Edit(STATE, '("recurrent", recurrent, torch.float32)', '("recurrent", recurrent, torch.bfloat16)'),
+            Edit(STATE, "(key_dim, value_dim), torch.float32)", "(key_dim, value_dim), torch.bfloat16)"),
             Edit(STATE, "(_over_rows(start > 0, rows), rows, 0.0)", "(_over_rows(start > 0, rows), rows.float(), 0.0)"),
             Edit(
                 STATE,
@@ -392,8 +392,8 @@ FAULTS = (
         (
             Edit(
                 MLP_LAYER,
-                "self.shared_expert_gate(tokens) * self.shared_expert(tokens)",
-                "self.shared_expert(tokens)",
+                "self.shared_expert_gate(tokens) * self.shared_expert.partial(tokens)",
+                "self.shared_expert.partial(tokens)",
             ),
         ),
         "qwen3_5_moe_tied",

@@ -57,13 +57,19 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """A new tensor with the data of `name` (or its slice `index` of the first dimension) in the file's dtype."""
+    def read(self, name: str, index: int | None = None, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """A new tensor with the data of `name` in the file's dtype.
+
+        With `index`, only that slice of the first dimension; with `rows`, of what remains only rows [start, stop).
+        """
         info = self._tensors[name]
         shape, offset = info.shape, info.offset
         if index is not None:
             shape = shape[1:]
             offset += index * math.prod(shape) * info.dtype.itemsize
+        if rows is not None:
+            offset += rows[0] * math.prod(shape[1:]) * info.dtype.itemsize
+            shape = (rows[1] - rows[0], *shape[1:])
         tensor = torch.empty(shape, dtype=info.dtype)
         view, done = memory_of(tensor), 0
         with info.file.open("rb", buffering=0) as file:

@@ -5,33 +5,63 @@ from __future__ import annotations
 import torch
 
 from nxdi_qwen.modeling.config import LINEAR_ATTENTION, ModelConfig
+from nxdi_qwen.modeling.model import HybridCausalLM
+from nxdi_qwen.modeling.parallel import parameter_cuts
+from nxdi_qwen.modeling.partition import SINGLE, Cut, Parallel, local_shape
+from nxdi_qwen.modeling.rope_frequencies import rope_inv_freq
 
 Shape = tuple[int, ...]
 Specs = dict[str, tuple[Shape, torch.dtype]]
 
 ROPE = "rope.inv_freq"
+RANK = "rank"
+# Buffers that are computed, not read from a checkpoint.
+DERIVED = (RANK, ROPE)
 # The decay is exponentiated twice, and some releases keep these in float32: rounding would lose what is there.
 _ALWAYS_FLOAT32 = (ROPE, ".linear_attn.A_log", ".linear_attn.dt_bias", ".linear_attn.norm.weight")
 
 
-def weight_specs(config: ModelConfig, dtype: torch.dtype) -> Specs:
-    """name -> (shape, dtype) of every parameter and of the derived `rope.inv_freq`, in the order they are streamed.
+def weight_specs(config: ModelConfig, dtype: torch.dtype, parallel: Parallel = SINGLE) -> Specs:
+    """name -> (shape, dtype) of every parameter and derived buffer of a rank, in the order they are streamed.
 
     `config.tie_word_embeddings` must be resolved (`plan_weights(...).config`): it decides whether there is a
     `lm_head.weight`.
     """
-    return {name: (shape, weight_dtype(name, dtype)) for name, shape in weight_shapes(config).items()}
+    cuts = weight_cuts(config, parallel)
+    return {
+        name: (local_shape(shape, cuts[name], parallel), weight_dtype(name, dtype))
+        for name, shape in weight_shapes(config).items()
+    }
+
+
+def weight_cuts(config: ModelConfig, parallel: Parallel) -> dict[str, tuple[Cut, ...]]:
+    """name -> how it is cut, as the model's own layers say."""
+    with torch.device("meta"):
+        model = HybridCausalLM(config, torch.bfloat16, parallel)
+    cuts = {name: parameter_cuts(parameter) for name, parameter in model.named_parameters()}
+    return cuts | {name: () for name, _ in model.named_buffers()}
 
 
 def weight_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a parameter of a model in `dtype` is kept."""
+    if name == RANK:
+        return torch.int64
     return torch.float32 if name.endswith(_ALWAYS_FLOAT32) else dtype
+
+
+def derived_buffers(config: ModelConfig, parallel: Parallel) -> dict[str, torch.Tensor]:
+    """The buffers of a rank that no checkpoint holds, by name."""
+    return {RANK: torch.tensor([parallel.rank]), ROPE: rope_inv_freq(config)}
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     """name -> shape, in the order the parameters are streamed."""
     hidden = config.hidden_size
-    shapes: dict[str, Shape] = {"embed_tokens.weight": (config.vocab_size, hidden), ROPE: (config.rotary_dim // 2,)}
+    shapes: dict[str, Shape] = {
+        RANK: (1,),
+        "embed_tokens.weight": (config.vocab_size, hidden),
+        ROPE: (config.rotary_dim // 2,),
+    }
     for layer, layer_type in enumerate(config.layer_types):
         prefix = f"layers.{layer}."
         shapes[prefix + "input_layernorm.weight"] = (hidden,)

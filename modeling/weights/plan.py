@@ -55,7 +55,7 @@ def plan_weights(
     config, notes = _resolve_head(config, _HEAD in used)
     notes += [f"{len(names)} {kind} tensors are not used by the text model" for kind, names in unused.items() if names]
     recipes = tuple(model_recipes(config, prefix, used))
-    sources = {source.name: source for recipe in recipes for source in recipe.sources}
+    sources = {recipe.source.name: recipe.source for recipe in recipes}
     _check(sources, used, block)
     return WeightPlan(config, recipes, block, tuple(notes), unused)
 

@@ -8,28 +8,29 @@ from collections.abc import Iterator
 import torch
 
 from nxdi_qwen.modeling.config import ModelConfig
-from nxdi_qwen.modeling.rope_frequencies import rope_inv_freq
-from nxdi_qwen.modeling.weights.layout import ROPE, Shape, weight_specs
+from nxdi_qwen.modeling.weights.blocks import Block, rows_in_block
+from nxdi_qwen.modeling.weights.layout import DERIVED, Shape, weight_dtype, weight_shapes
 
 
-def random_weights(config: ModelConfig, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) in the order of `weight_specs(config, dtype)`.
+def random_blocks(config: ModelConfig, dtype: torch.dtype, seed: int) -> Iterator[Block]:
+    """Every row of every parameter, in the order of `weight_specs(config, dtype)`.
 
     Every tensor is drawn in float32 from a generator seeded by `seed` and its own name, then cast: the same seed gives
     the same model in another dtype, up to rounding. Matrices have standard deviation 1 / sqrt(fan in).
     """
-    for name, (shape, target) in weight_specs(config, dtype).items():
+    for name, shape in weight_shapes(config).items():
+        if name in DERIVED:
+            continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        if name == ROPE:
-            yield name, rope_inv_freq(config)
-        elif len(shape) == 3:
-            tensor = torch.empty(shape, dtype=target)
-            for expert in tensor:  # one at a time: a float32 copy of all experts of a layer would be large
-                expert.copy_(_draw(name, shape[1:], generator))
-            yield name, tensor
-        else:
-            yield name, _draw(name, shape, generator).to(target)
+        experts = [(expert,) for expert in range(shape[0])] if len(shape) == 3 else [()]
+        matrix = shape[1:] if len(shape) == 3 else shape
+        step = rows_in_block(matrix)
+        for expert in experts:
+            for row in range(0, matrix[0], step):
+                rows = min(step, matrix[0] - row)
+                data = _draw(name, (rows, *matrix[1:]), generator).to(weight_dtype(name, dtype))
+                yield Block(name, (*expert, row), data[None] if expert else data)
 
 
 def _draw(name: str, shape: Shape, generator: torch.Generator) -> torch.Tensor:
@@ -39,7 +40,7 @@ def _draw(name: str, shape: Shape, generator: torch.Generator) -> torch.Tensor:
         return torch.empty(shape).uniform_(-6.0, -2.0, generator=generator)
     normal = torch.empty(shape).normal_(generator=generator)
     if name.endswith(".linear_attn.norm.weight"):
-        return 1.0 + 0.1 * normal
+        return normal.mul_(0.1).add_(1.0)
     if len(shape) == 1:  # zero-centred norms and biases
-        return 0.1 * normal
-    return normal * shape[-1] ** -0.5
+        return normal.mul_(0.1)
+    return normal.mul_(shape[-1] ** -0.5)

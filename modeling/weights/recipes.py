@@ -1,22 +1,18 @@
-"""Recipes: which checkpoint tensors become which of our parameters, and by which rearrangement.
+"""Recipes: which rows of a checkpoint tensor become which rows of our parameters.
 
-A recipe only moves numbers, so dequantisation and the cast to the target dtype can come before it. The form of a layer
-(fused or split projections, stacked or separate experts) is taken from the names in the file, layer by layer.
+A recipe only moves rows, so dequantisation and the cast to the target dtype can come before it, and a tensor can be
+read a few rows at a time. The form of a layer (fused or split projections, stacked or separate experts) is taken from
+the names in the file, layer by layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 from nxdi_qwen.modeling.config import LINEAR_ATTENTION, ModelConfig
 from nxdi_qwen.modeling.errors import InputError
-from nxdi_qwen.modeling.weights.layout import ROPE, Shape, weight_shapes
-
-Rearrangement = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+from nxdi_qwen.modeling.weights.layout import DERIVED, Shape, weight_shapes
 
 
 @dataclass(frozen=True)
@@ -27,29 +23,37 @@ class Source:
     shape: Shape
     index: int | None = None
 
+    @property
+    def matrix(self) -> Shape:
+        """The shape of what is read; its first dimension are the rows."""
+        return self.shape if self.index is None else self.shape[1:]
+
+
+@dataclass(frozen=True)
+class Run:
+    """`rows` rows of a source, which become rows of `target` from `start` on: (row,), or (expert, row)."""
+
+    target: str
+    start: tuple[int, ...]
+    rows: int
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """`rearrange` turns a source into one tensor per target.
+    """Where the rows of a source go: `runs` follow each other in it, from its first row to its last."""
 
-    With `stacked`, each source gives one expert and the results are stacked along a new first dimension; otherwise
-    there is exactly one source.
-    """
-
-    targets: tuple[str, ...]
-    sources: tuple[Source, ...]
-    rearrange: Rearrangement
-    stacked: bool = False
+    source: Source
+    runs: tuple[Run, ...]
 
 
 def model_recipes(config: ModelConfig, prefix: str, names: Collection[str]) -> list[Recipe]:
-    """The recipes of a whole model, their targets in the order of `weight_shapes` (without the derived ROPE).
+    """The recipes of a whole model, their targets in the order of `weight_shapes` (without the derived buffers).
 
     `prefix` stands before `layers.N.` in the checkpoint and `names` are the checkpoint's tensor names. Raises
     InputError where a layer has two forms at once.
     """
     shapes = weight_shapes(config)
-    special: dict[str, Recipe | None] = {}  # target -> its recipe, None where an earlier target's recipe gives it too
+    special: dict[str, list[Recipe]] = {}  # target -> recipes that begin with it
     for layer, layer_type in enumerate(config.layer_types):
         ours, theirs = f"layers.{layer}.", f"{prefix}layers.{layer}."
         recipes: list[Recipe] = []
@@ -58,16 +62,15 @@ def model_recipes(config: ModelConfig, prefix: str, names: Collection[str]) -> l
         if config.moe_layers[layer]:
             recipes += _moe_recipes(config, f"{ours}mlp.", f"{theirs}mlp.", names, shapes)
         for recipe in recipes:
-            special |= {target: recipe if target == recipe.targets[0] else None for target in recipe.targets}
+            special.setdefault(recipe.runs[0].target, []).append(recipe)
+    planned = {run.target for recipes in special.values() for recipe in recipes for run in recipe.runs}
     ordered: list[Recipe] = []
     for target, shape in shapes.items():
         if target in special:
-            planned = special[target]
-            if planned is not None:
-                ordered.append(planned)
-        elif target != ROPE:
+            ordered += special[target]
+        elif target not in planned and target not in DERIVED:
             source = target if target == "lm_head.weight" else prefix + target
-            ordered.append(_copy(target, Source(source, shape)))
+            ordered.append(_split(Source(source, shape), {target: shape[0]}))
     return ordered
 
 
@@ -76,32 +79,27 @@ def _gdn_recipes(
 ) -> list[Recipe]:
     fused = ("in_proj_qkvz", "in_proj_ba")
     split = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    heads, ratio = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
-    key_width, value_width = config.linear_key_head_dim, ratio * config.linear_value_head_dim
+    heads = config.linear_num_key_heads
 
-    def rows_of(parts: str, kind: str) -> tuple[tuple[str, ...], list[int]]:
-        targets = tuple(f"{ours}{part}_{kind}.weight" for part in parts)
-        return targets, [shapes[target][0] for target in targets]
+    def rows_of(parts: str, kind: str) -> dict[str, int]:
+        targets = (f"{ours}{part}_{kind}.weight" for part in parts)
+        return {target: shapes[target][0] for target in targets}
 
-    def projection(source: str, parts: str, per_head: list[int] | None = None) -> Recipe:
-        targets, rows = rows_of(parts, "proj")
-        rearrange = partial(split_rows, rows=rows) if per_head is None else partial(ungroup, heads=heads, rows=per_head)
-        return Recipe(targets, (Source(f"{theirs}{source}.weight", (sum(rows), config.hidden_size)),), rearrange)
+    def projection(source: str, parts: str, groups: int = 1) -> Recipe:
+        rows = rows_of(parts, "proj")
+        return _split(Source(f"{theirs}{source}.weight", (sum(rows.values()), config.hidden_size)), rows, groups)
 
     has_fused = any(f"{theirs}{name}.weight" in names for name in fused)
     has_split = any(f"{theirs}{name}.weight" in names for name in split)
     if has_fused and has_split:
         raise InputError(f"{theirs} has both fused ({', '.join(fused)}) and split ({', '.join(split)}) projections")
     if has_fused or (not has_split and config.family == "qwen3_next"):
-        projections = [
-            projection("in_proj_qkvz", "qkvz", [key_width, key_width, value_width, value_width]),
-            projection("in_proj_ba", "ba", [ratio, ratio]),
-        ]
+        projections = [projection("in_proj_qkvz", "qkvz", heads), projection("in_proj_ba", "ba", heads)]
     else:
         projections = [projection(name, name.removeprefix("in_proj_")) for name in split]
-    targets, rows = rows_of("qkv", "conv")
-    conv = Source(f"{theirs}conv1d.weight", (sum(rows), 1, config.linear_conv_kernel_dim))
-    return [*projections, Recipe(targets, (conv,), partial(split_conv, rows=rows))]
+    rows = rows_of("qkv", "conv")
+    conv = Source(f"{theirs}conv1d.weight", (sum(rows.values()), 1, config.linear_conv_kernel_dim))
+    return [*projections, _split(conv, rows)]
 
 
 def _moe_recipes(
@@ -115,46 +113,33 @@ def _moe_recipes(
     has_separate = any(f"{theirs}experts.{expert}.{part}.weight" in names for expert in experts for part in parts)
     if has_stacked and has_separate:
         raise InputError(f"{theirs}experts has both stacked (gate_up_proj) and separate (0.gate_proj ...) experts")
-    recipes = [_copy(f"{ours}router.weight", Source(f"{theirs}gate.weight", shapes[f"{ours}router.weight"]))]
+    router = f"{ours}router.weight"
+    recipes = [_split(Source(f"{theirs}gate.weight", shapes[router]), {router: config.num_experts})]
     if has_stacked or (not has_separate and config.family == "qwen3_5_moe"):
         count, width, hidden = shapes[targets["gate_proj"]]
-        gate_up, down = (count, 2 * width, hidden), shapes[targets["down_proj"]]
-        halves = partial(split_rows, rows=[width, width])
-        gate_up_sources = tuple(Source(stacked_names[0], gate_up, expert) for expert in experts)
-        down_sources = tuple(Source(stacked_names[1], down, expert) for expert in experts)
-        recipes.append(Recipe((targets["gate_proj"], targets["up_proj"]), gate_up_sources, halves, stacked=True))
-        recipes.append(Recipe((targets["down_proj"],), down_sources, keep, stacked=True))
+        gate_up, halves = (count, 2 * width, hidden), {targets["gate_proj"]: width, targets["up_proj"]: width}
+        down, whole = shapes[targets["down_proj"]], {targets["down_proj"]: hidden}
+        recipes += [_split(Source(stacked_names[0], gate_up, e), halves, expert=(e,)) for e in experts]
+        recipes += [_split(Source(stacked_names[1], down, e), whole, expert=(e,)) for e in experts]
         return recipes
     for part, target in targets.items():
-        sources = tuple(Source(f"{theirs}experts.{expert}.{part}.weight", shapes[target][1:]) for expert in experts)
-        recipes.append(Recipe((target,), sources, keep, stacked=True))
+        shape = shapes[target][1:]
+        sources = [Source(f"{theirs}experts.{expert}.{part}.weight", shape) for expert in experts]
+        recipes += [_split(source, {target: shape[0]}, expert=(e,)) for e, source in enumerate(sources)]
     return recipes
 
 
-def _copy(target: str, source: Source) -> Recipe:
-    return Recipe((target,), (source,), keep)
+def _split(source: Source, rows: dict[str, int], groups: int = 1, expert: tuple[int, ...] = ()) -> Recipe:
+    """Cuts a source into its targets (name -> rows), or into their places for an `expert`.
 
-
-def keep(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensor as it is."""
-    return (tensor,)
-
-
-def split_rows(tensor: torch.Tensor, rows: list[int]) -> Sequence[torch.Tensor]:
-    """Cut [sum(rows), H] into consecutive parts [rows[i], H]."""
-    return tensor.split(rows)
-
-
-def split_conv(tensor: torch.Tensor, rows: list[int]) -> Sequence[torch.Tensor]:
-    """Cut a depthwise convolution [sum(rows), 1, kernel] into consecutive channels [rows[i], kernel]."""
-    return tensor.squeeze(1).split(rows)
-
-
-def ungroup(tensor: torch.Tensor, heads: int, rows: list[int]) -> Sequence[torch.Tensor]:
-    """Undo Qwen3-Next's grouping by key head.
-
-    [heads * sum(rows), H], where each key head holds rows[0] rows of the first part, then rows[1] of the second and so
-    on, becomes one [heads * rows[i], H] per part, heads in order.
+    The source holds `groups` groups one after the other, each with its share of every target, in order (Qwen3-Next's
+    fused projections: a group a key head). One group: the targets themselves, one after the other.
     """
-    grouped = tensor.view(heads, sum(rows), tensor.shape[-1])
-    return [part.reshape(-1, tensor.shape[-1]) for part in grouped.split(rows, dim=1)]
+    return Recipe(
+        source,
+        tuple(
+            Run(target, (*expert, group * (count // groups)), count // groups)
+            for group in range(groups)
+            for target, count in rows.items()
+        ),
+    )

@@ -1,57 +1,107 @@
-"""Write a safetensors file as its tensors arrive, never holding more than one."""
+"""Write the safetensors files of all ranks in one pass over the weights, as their blocks arrive."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
+from nxdi_qwen.modeling.config import ModelConfig
+from nxdi_qwen.modeling.partition import Parallel
+from nxdi_qwen.modeling.weights.blocks import Account, Block, share
 from nxdi_qwen.modeling.weights.checkpoint import memory_of
 from nxdi_qwen.modeling.weights.header import DTYPES
-from nxdi_qwen.modeling.weights.layout import Specs
+from nxdi_qwen.modeling.weights.layout import Specs, derived_buffers, weight_cuts, weight_specs
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64  # of the data's start, so that a mapped file gives aligned tensors
 
 
-def write_safetensors(
-    path: Path,
-    specs: Specs,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    metadata: Mapping[str, str] | None = None,
+def rank_metadata(parallel: Parallel) -> dict[str, str]:
+    """What the header of a rank's file says about it."""
+    place = {"rank": parallel.rank, "degree": parallel.degree, "expert_degree": parallel.expert_degree}
+    return {key: str(value) for key, value in place.items()}
+
+
+def write_ranks(
+    paths: Sequence[Path],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    blocks: Iterable[Block],
+    expert_degree: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write `tensors`, which must be exactly those of `specs` (name -> (shape, dtype)), in any order; fsync at the end.
+    """Write one file a rank, in rank order, from the blocks of all whole parameters; fsync at the end.
 
-    `progress(done, total)` is called with bytes of data after each tensor. Raises ValueError for a tensor that is
-    absent, unknown, repeated or unlike its spec. Whatever goes wrong, no file is left behind.
+    In memory is one block and a rank's part of it. `progress(done, total)` is called with bytes of whole parameters
+    after each block. Raises ValueError for a block that is unknown or repeated, and for parameters that do not arrive
+    whole. Whatever goes wrong, no file is left behind.
     """
-    offsets, total = _offsets(specs)
-    header = _header(specs, offsets, metadata)
-    pending, done = dict(specs), 0
+    ranks = [Parallel(len(paths), rank, expert_degree) for rank in range(len(paths))]
+    specs, cuts = weight_specs(config, dtype, ranks[0]), weight_cuts(config, ranks[0])  # the same for every rank
+    account = Account(config, dtype)
     try:
-        with path.open("wb") as file:
-            file.write(header)
-            for name, tensor in tensors:
-                if pending.pop(name, None) != (tuple(tensor.shape), tensor.dtype):
-                    raise ValueError(f"{name} [{tuple(tensor.shape)}, {tensor.dtype}] was not asked for")
-                file.seek(len(header) + offsets[name])
-                file.write(memory_of(tensor.detach().contiguous()))
-                done += tensor.nbytes
-                del tensor  # before the next one is made
+        with ExitStack() as stack:
+            files = [
+                stack.enter_context(RankFile(p, specs, rank_metadata(r))) for p, r in zip(paths, ranks, strict=True)
+            ]
+            for file, rank in zip(files, ranks, strict=True):
+                for name, tensor in derived_buffers(config, rank).items():
+                    file.put(Block(name, (0,), tensor))
+            for block in blocks:
+                account.take(block)
+                for file, rank in zip(files, ranks, strict=True):
+                    own = share(block, cuts[block.name], rank)
+                    if own is not None:
+                        file.put(own)
                 if progress is not None:
-                    progress(done, total)
-            if pending:
-                raise ValueError(f"{len(pending)} tensors did not arrive: {next(iter(pending))} ...")
-            file.flush()
-            os.fsync(file.fileno())
+                    progress(account.done, account.total)
+            account.check_complete()
+            for file in files:
+                file.sync()
     except BaseException:
-        path.unlink(missing_ok=True)
+        for path in paths:
+            path.unlink(missing_ok=True)
         raise
+
+
+class RankFile:
+    """A safetensors file that has its full size from the start, all zeros, and is filled in, in any order."""
+
+    def __init__(self, path: Path, specs: Specs, metadata: Mapping[str, str]) -> None:
+        self._specs = specs
+        self._offsets, total = _offsets(specs)
+        header = _header(specs, self._offsets, metadata)
+        self._data_start = len(header)
+        self._file = path.open("wb")
+        self._file.write(header)
+        self._file.truncate(len(header) + total)
+
+    def __enter__(self) -> RankFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def put(self, block: Block) -> None:
+        """Write a block of this rank's part of a parameter; all of its columns, so it lies in one piece."""
+        shape, dtype = self._specs[block.name]
+        entry = sum(start * math.prod(shape[dim + 1 :]) for dim, start in enumerate(block.start))
+        self._file.seek(self._data_start + self._offsets[block.name] + entry * dtype.itemsize)
+        self._file.write(memory_of(block.data.contiguous()))
+
+    def sync(self) -> None:
+        """Make sure that the disk has everything."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
 
 def _offsets(specs: Specs) -> tuple[dict[str, int], int]:
@@ -68,8 +118,8 @@ def _offsets(specs: Specs) -> tuple[dict[str, int], int]:
     return offsets, end
 
 
-def _header(specs: Specs, offsets: dict[str, int], metadata: Mapping[str, str] | None) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+def _header(specs: Specs, offsets: Mapping[str, int], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, offset in offsets.items():
         shape, dtype = specs[name]
         end = offset + math.prod(shape) * dtype.itemsize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -15,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nxdi_qwen.compile import cpu
 from nxdi_qwen.compile.artifact import open_artifact, written_atomically
@@ -24,7 +24,7 @@ from nxdi_qwen.compile.graphs import HEAD, HEAD_ROWS, GraphSpec
 from nxdi_qwen.compile.manifest import FORMAT_VERSION, Manifest
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.errors import InputError
-from nxdi_qwen.modeling.weights import random_weights
+from nxdi_qwen.modeling.weights import Block, random_blocks
 from tests.artifacts import MAX_LENGTH, SLOTS, artifact_of, checkpoint_of
 from tests.modeling.weights.synthetic import make_config
 
@@ -149,7 +149,7 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights missing": (lambda at: (at / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
     "weights truncated": (
         lambda at: (at / WEIGHTS).write_bytes((at / WEIGHTS).read_bytes()[:-4]),
-        f"{WEIGHTS} is truncated or foreign: ",
+        f"{WEIGHTS} is truncated, or of another model or degree: ",
     ),
     "weights of another model": (swap_key_and_value_weights, f"{WEIGHTS} holds the weights of another model"),
     "weights' header damaged": (lambda at: changed_byte(at / WEIGHTS, 9), f"{WEIGHTS}"),
@@ -184,27 +184,27 @@ def test_edited_weights_are_noticed_on_demand(artifact: Path) -> None:
 CONFIG = make_config("qwen3_5")
 
 
-def source_of(tensors: Callable[[torch.dtype], Iterator[tuple[str, Tensor]]]) -> ModelSource:
-    """A source that hands out `tensors`; it costs no checkpoint."""
+def source_of(blocks: Callable[[torch.dtype], Iterator[Block]]) -> ModelSource:
+    """A source that hands out `blocks`; it costs no checkpoint."""
     defaults = ModelSource.from_preset("qwen3.5-0.8b")
-    values: dict[str, Any] = vars(defaults) | {"config": CONFIG, "name": "tiny", "tensors": tensors}
+    values: dict[str, Any] = vars(defaults) | {"config": CONFIG, "name": "tiny", "blocks": blocks}
     return ModelSource(**values)
 
 
-def intact(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    return random_weights(CONFIG, dtype, seed=0)
+def intact(dtype: torch.dtype) -> Iterator[Block]:
+    return random_blocks(CONFIG, dtype, seed=0)
 
 
-def interrupted(error: BaseException) -> Callable[[torch.dtype], Iterator[tuple[str, Tensor]]]:
-    """Some tensors, then the error."""
+def interrupted(error: BaseException) -> Callable[[torch.dtype], Iterator[Block]]:
+    """Some blocks, then the error."""
 
-    def tensors(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def blocks(dtype: torch.dtype) -> Iterator[Block]:
         for count, item in enumerate(intact(dtype)):
             if count == 4:
                 raise error
             yield item
 
-    return tensors
+    return blocks
 
 
 OPTIONS = CompileOptions(slots=1, max_length=64)
@@ -264,6 +264,13 @@ def test_a_destination_that_cannot_be_made_is_refused() -> None:
         compile_cpu(source_of(intact), Path("/proc/nowhere/out"), OPTIONS)
 
 
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(InputError, match=r"not written .*No space left"), written_atomically(tmp_path / "a" / "out"):
+        raise full
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_compiles_into_one_place_do_not_mix(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="came to exist"), written_atomically(tmp_path / "out") as late:
         (late / "who").write_text("late")
@@ -280,13 +287,13 @@ from tests.compile import test_artifact as t
 
 t.cpu.graph_specs = lambda *_: [t.GraphSpec(t.HEAD, t.HEAD_ROWS, 1)]
 
-def tensors(dtype):
+def blocks(dtype):
     for count, item in enumerate(t.intact(dtype)):
         if count == 4:
             os.kill(os.getpid(), signal.SIGKILL)
         yield item
 
-t.compile_cpu(t.source_of(tensors), Path(sys.argv[1]), t.OPTIONS)
+t.compile_cpu(t.source_of(blocks), Path(sys.argv[1]), t.OPTIONS)
 """
 
 
@@ -301,3 +308,4 @@ def test_a_killed_compile_leaves_nothing_that_loads_or_blocks(tmp_path: Path) ->
         open_artifact(left)
     compile_cpu(source_of(intact), tmp_path / "out", OPTIONS)
     open_artifact(tmp_path / "out", verify=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

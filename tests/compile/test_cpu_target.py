@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from nxdi_qwen.compile.artifact import open_artifact
 from nxdi_qwen.compile.buckets import Buckets
@@ -20,7 +19,7 @@ from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
-from nxdi_qwen.modeling.weights import random_weights
+from nxdi_qwen.modeling.weights import Block, random_blocks
 from tests.artifacts import artifact_of
 from tests.modeling.weights.synthetic import make_config
 
@@ -28,10 +27,10 @@ from tests.modeling.weights.synthetic import make_config
 def random_source(config: ModelConfig) -> ModelSource:
     """A shape of our own with random weights, as a preset has them."""
 
-    def tensors(dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        return random_weights(config, dtype, seed=0)
+    def blocks(dtype: torch.dtype) -> Iterator[Block]:
+        return random_blocks(config, dtype, seed=0)
 
-    return ModelSource("tiny", config, GenerationDefaults(), "random-0", (), None, (), tensors)
+    return ModelSource("tiny", config, GenerationDefaults(), "random-0", (), None, (), blocks)
 
 
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ("linear_attention",)}
@@ -41,8 +40,10 @@ SOURCE = random_source(make_config("qwen3_5_moe", max_position_embeddings=1000, 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"degree": 2}, "degree 2 is not supported yet: use degree 1"),
-        ({"degree": 0}, "degree 0 is not supported yet"),
+        ({"degree": 3}, "degree 3 does not fit linear_num_key_heads 2"),
+        ({"degree": 0}, "degree 0 is out of range: use 1 to 64"),
+        ({"expert_degree": 3}, "expert degree 3 does not divide degree 1"),
+        ({"degree": 3, "slots": 0, "max_length": 0}, "degree 3 does not fit"),
         ({"slots": 0}, "batch size 0 is not possible: give at least 1"),
         ({"max_length": 0}, "maximum length 0 is out of range: tiny takes 1 to 1000 tokens"),
         ({"max_length": 1001}, "maximum length 1001 is out of range"),

@@ -22,7 +22,7 @@ SPEC = GraphSpec(DECODE, SLOTS, 1)
 STATE = StateDescription(
     SLOTS,
     1,
-    tuple(StateTensor(f"layers.0.{role}", 0, role, (SLOTS, WIDTH), torch.float32) for role in ("key", "value")),
+    tuple(StateTensor(f"layers.0.{role}", 0, role, (SLOTS, WIDTH), torch.float32, ()) for role in ("key", "value")),
 )
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 

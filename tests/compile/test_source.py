@@ -13,7 +13,8 @@ import torch
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.model import HybridCausalLM
-from nxdi_qwen.modeling.parallel import Parallel
+from nxdi_qwen.modeling.parallel import parameter_cuts
+from nxdi_qwen.modeling.partition import Parallel
 from tests.artifacts import checkpoint_of, short_model
 from tests.byte_tokenizer import IM_END_ID, PAD_ID
 
@@ -51,12 +52,12 @@ def test_the_fingerprint_tells_checkpoints_apart(checkpoint: Path) -> None:
 def test_the_loaded_model_is_complete(checkpoint: Path) -> None:
     source = ModelSource.from_checkpoint(checkpoint)
     told = []
-    model = source.load(torch.float32, lambda *at: told.append(at))
+    model = source.load(torch.float32, progress=lambda *at: told.append(at))
     fresh = HybridCausalLM(source.config, torch.float32, Parallel())
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in fresh.named_parameters()]
     for (name, parameter), (_, expected) in zip(model.named_parameters(), fresh.named_parameters(), strict=True):
         assert not parameter.is_meta and not parameter.requires_grad
-        assert parameter.partition_dim == expected.partition_dim, name
+        assert parameter_cuts(parameter) == parameter_cuts(expected), name
     assert not any(buffer.is_meta for buffer in model.buffers())
     assert told[-1][0] == "weights" and told[-1][1] == told[-1][2] == len(told)
 

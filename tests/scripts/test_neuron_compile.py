@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nxdi_qwen.compile import cpu
 from nxdi_qwen.compile.artifact import open_artifact
 from nxdi_qwen.scripts.neuron_compile import compile_model
 from tests.artifacts import checkpoint_of
@@ -46,6 +47,23 @@ def test_compiles_a_checkpoint(model: Path, tmp_path: Path, capsys: pytest.Captu
     kv, conv, recurrent = 2 * 2 * 100 * 32 * 2, (2 * 2 * 32 + 6 * 24) * 3 * 2, 6 * 32 * 24 * 4
     assert result["state_bytes_per_slot"] == kv + conv + recurrent
     assert "graphs" in output.err and "weights" in output.err  # the progress bars
+
+
+def test_compiles_for_several_ranks(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "graph_specs", lambda *_: [])  # graphs take time, and are the same at every degree
+    arguments = ("--model", model, "--target", "cpu", "--degree", 2)
+    output = call(capsys, compile_model, *arguments, "--out", tmp_path / "out", "--json")
+    result = json.loads(output.out)
+    assert (result["degree"], result["expert_degree"]) == (2, 1)
+    files = sorted((tmp_path / "out" / "weights").iterdir())
+    assert [file.name for file in files] == [f"tp{rank}_sharded_checkpoint.safetensors" for rank in range(2)]
+    assert result["weight_bytes"] == sum(file.stat().st_size for file in files)
+    whole = json.loads(call(capsys, compile_model, *arguments[:-1], 1, "--out", tmp_path / "one", "--json").out)
+    assert result["state_bytes_per_slot"] == whole["state_bytes_per_slot"] / 2
+    output = call(capsys, compile_model, *arguments, "--out", tmp_path / "two")
+    assert "torchrun --nproc-per-node 2 -m nxdi_qwen.scripts.generate --artifacts" in output.out
 
 
 def edit_config(folder: Path, **changes: object) -> None:
@@ -120,7 +138,10 @@ OPTIONS: dict[str, tuple[list[object], str]] = {
     "bucket too long": (["--buckets", "128", "--max-length", "64"], "bucket 128 is longer than the maximum length 64"),
     "bucket no number": (["--buckets", "64,x"], "'64,x' is not a comma-separated list of whole numbers"),
     "no bucket": (["--buckets", ""], "no bucket given"),
-    "degree": (["--degree", 2], "degree 2 is not supported yet: use degree 1"),
+    "degree": (["--degree", 3], "degree 3 does not fit linear_num_key_heads 2: use a divisor or a multiple of it"),
+    "degree 0": (["--degree", 0], "degree 0 is out of range: use 1 to 64"),
+    "expert degree": (["--degree", 2, "--expert-degree", 2], "expert degree 2 is for models with experts"),
+    "uneven expert degree": (["--degree", 2, "--expert-degree", 3], "expert degree 3 does not divide degree 2"),
     "batch size": (["--batch-size", 0], "batch size 0 is not possible"),
     "maximum length": (["--max-length", 5000], "maximum length 5000 is out of range: model takes 1 to 4096 tokens"),
     "dtype": (["--dtype", "float16"], "argument --dtype: invalid choice"),
@@ -149,7 +170,7 @@ def test_an_existing_destination_is_refused(model: Path, tmp_path: Path, capsys:
         (["--model", "Qwen/Qwen3.5-0.8B"], "hf download Qwen/Qwen3.5-0.8B --local-dir Qwen3.5-0.8B"),
         (["--preset", "qwen3.5-0.8b"], "a preset has no weights: add --random-weights"),
         (["--preset", "qwen9", "--random-weights"], "qwen3.5-0.8b"),
-        (["--preset", "qwen3.5-0.8b", "--random-weights", "--degree", "4"], "degree 4 is not supported yet"),
+        (["--preset", "qwen3.5-0.8b", "--random-weights", "--degree", "3"], "degree 3 does not fit"),
         ([], "one of the arguments --model --preset is required"),
     ],
 )

@@ -43,6 +43,9 @@ def test_reads_what_the_library_wrote(tmp_path):
         assert torch.equal(read.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
     assert torch.equal(checkpoint.read("wide", 1), TENSORS["wide"][1])
     assert torch.equal(checkpoint.read("fp8", 1).float(), TENSORS["fp8"][1].float())
+    assert torch.equal(checkpoint.read("a", rows=(1, 3)), TENSORS["a"][1:3])
+    assert torch.equal(checkpoint.read("b", rows=(2, 4)), TENSORS["b"][2:4])
+    assert torch.equal(checkpoint.read("fp8", 1, (1, 2)).float(), TENSORS["fp8"][1, 1:2].float())
 
 
 def test_sharded(tmp_path):

@@ -42,6 +42,7 @@ def test_every_parameter_is_what_hf_computes_with(name, form, tmp_path):
     hf = {n.removeprefix("model."): t for n, t in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del hf["lm_head.weight"]
+    assert ours.pop("rank").tolist() == [0]
     torch.testing.assert_close(ours.pop("rope.inv_freq"), model.model.rotary_emb.inv_freq, rtol=0, atol=0)
     for index, layer in enumerate(model.model.layers):
         if hasattr(layer, "linear_attn"):

@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from nxdi_qwen.modeling.rope_frequencies import rope_inv_freq
-from nxdi_qwen.modeling.weights import random_weights, weight_specs
+from nxdi_qwen.modeling.weights import collect, random_blocks, weight_specs
 from tests.modeling.weights.synthetic import make_config
 
 CONFIG = make_config("qwen3_next", vocab_size=500, hidden_size=64, linear_num_value_heads=64, head_dim=32)
+
+
+def random_weights(config, dtype, seed):
+    return collect(random_blocks(config, dtype, seed), config, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -26,7 +30,7 @@ def test_a_seed_is_a_model():
     for name, tensor in first.items():
         assert torch.equal(tensor, again[name])
         assert torch.equal(tensor.to(rounded[name].dtype), rounded[name])
-        assert name == "rope.inv_freq" or not torch.equal(tensor, other[name]), name
+        assert name in ("rank", "rope.inv_freq") or not torch.equal(tensor, other[name]), name
     experts = first["layers.0.mlp.experts.up_proj"]
     assert not torch.equal(experts[0], experts[1])
     assert not torch.equal(experts, first["layers.1.mlp.experts.up_proj"])
