@@ -10,6 +10,7 @@ from typing import Any
 
 from nxdi_qwen.compile.artifact import TOKENIZER, open_artifact
 from nxdi_qwen.compile.cpu import load_cpu
+from nxdi_qwen.compile.distributed import check_ranks, follow, leading, process_group
 from nxdi_qwen.compile.engine import Completion, Engine
 from nxdi_qwen.compile.manifest import Manifest
 from nxdi_qwen.compile.sampling import SamplingParams
@@ -77,7 +78,13 @@ def generate(arguments: list[str] | None) -> int:
     options = build_parser().parse_args(arguments)
     if not options.prompts:
         raise InputError("no prompt: give --prompt, --chat or --ids")
+    with process_group() as (rank, ranks):
+        return _generate(options, rank, ranks)
+
+
+def _generate(options: Any, rank: int, ranks: int) -> int:
     manifest = open_artifact(options.artifacts, options.verify)
+    check_ranks(manifest, ranks)
     codec = _codec(options, manifest)
     prompts = [_prompt_ids(prompt, options, codec) for prompt in options.prompts]
     for ids in prompts:
@@ -88,10 +95,13 @@ def generate(arguments: list[str] | None) -> int:
         stop=tuple(options.stop) if options.stop else None,
         ignore_eos=options.ignore_eos,
     )
+    if rank:
+        follow(load_cpu(options.artifacts, manifest, rank))
+        return 0
     with command.progress_bars() as progress:
-        executor = load_cpu(options.artifacts, manifest, progress)
-    engine = Engine(executor, codec)
-    completions = _run(engine, prompts, params, show=not options.json)
+        own = load_cpu(options.artifacts, manifest, rank, progress)
+    with leading(own, ranks) as executor:
+        completions = _run(Engine(executor, codec), prompts, params, show=not options.json)
     if options.json:
         print(json.dumps({"artifact": str(options.artifacts), "completions": [done.to_dict() for done in completions]}))
     return 0

@@ -17,6 +17,7 @@ from torch import Tensor
 from nxdi_qwen.compile.artifact import open_artifact
 from nxdi_qwen.compile.buckets import Buckets
 from nxdi_qwen.compile.cpu import load_cpu
+from nxdi_qwen.compile.distributed import check_ranks, follow, leading, process_group
 from nxdi_qwen.compile.executor import EagerExecutor, Executor
 from nxdi_qwen.compile.slot_runner import SlotRunner, check_prompt
 from nxdi_qwen.compile.source import DTYPES, ModelSource, Progress
@@ -78,15 +79,28 @@ def logit_diff(arguments: list[str] | None) -> int:
     options = build_parser().parse_args(arguments)
     if options.tolerance is not None and not options.tolerance >= 0:
         raise InputError(f"tolerance {options.tolerance} is not possible: give a number from 0")
+    with process_group() as (rank, ranks):
+        if ranks > 1 and options.artifacts is None:
+            raise InputError(f"{ranks} processes compare an artifact only: give --artifacts, or start one process")
+        if rank:
+            manifest = open_artifact(options.artifacts)
+            check_ranks(manifest, ranks)
+            follow(load_cpu(options.artifacts, manifest, rank))
+            return 0
+        return _compare_and_print(options, ranks)
+
+
+def _compare_and_print(options: Any, ranks: int) -> int:
     source = ModelSource.from_checkpoint(options.model)
     prompts = (
         read_prompts(options.prompts, options.model) if options.prompts else built_in_prompts(source.config.vocab_size)
     )
     with command.progress_bars() as progress:
-        executor, dtype = _target(options, source, prompts, progress)
-        reference = Reference(options.model)
+        own, dtype = _target(options, source, prompts, ranks, progress)
         tolerance = _default_tolerance(dtype, source) if options.tolerance is None else options.tolerance
-        differences = list(compare(executor, reference, prompts, progress))
+        with leading(own, ranks) as executor:
+            reference = Reference(options.model)
+            differences = list(compare(executor, reference, prompts, progress))
     worst = max(difference.max_rel for difference in differences)
     passed = worst <= tolerance
     summary = {
@@ -169,11 +183,14 @@ def compare(
     progress("prompts", len(prompts), len(prompts))
 
 
-def _target(options: Any, source: ModelSource, prompts: list[Prompt], progress: Progress) -> tuple[Executor, str]:
+def _target(
+    options: Any, source: ModelSource, prompts: list[Prompt], ranks: int, progress: Progress
+) -> tuple[Executor, str]:
     """The executor to compare, and its dtype; everything is checked before anything is loaded."""
     room = source.config.max_position_embeddings
     if options.artifacts is not None:
         manifest = open_artifact(options.artifacts)
+        check_ranks(manifest, ranks)
         if manifest.source["fingerprint"] != source.fingerprint:
             raise InputError(
                 f"{options.artifacts} was compiled from another checkpoint than {options.model}; compile it again"
@@ -187,10 +204,10 @@ def _target(options: Any, source: ModelSource, prompts: list[Prompt], progress: 
         except InputError as error:
             raise InputError(f"prompt {prompt.name}: {error} ({DECODE_STEPS} decode steps follow)") from None
     if options.artifacts is not None:
-        return load_cpu(options.artifacts, manifest, progress), manifest.dtype
+        return load_cpu(options.artifacts, manifest, progress=progress), manifest.dtype
     dtype = options.dtype or "float32"
     longest = max(len(prompt.ids) for prompt in prompts) + DECODE_STEPS
-    model = source.load(DTYPES[dtype], progress)
+    model = source.load(DTYPES[dtype], progress=progress)
     return EagerExecutor(model, min(EAGER_SLOTS, len(prompts)), longest, Buckets.choose(longest)), dtype
 
 
