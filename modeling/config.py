@@ -15,6 +15,19 @@ FULL_ATTENTION = "full_attention"
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 DTYPES = ("bfloat16", "float16", "float32")
+# Every checkpoint must state these; each is a whole number above zero.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
 ROPE_TYPES = ("default", "yarn")
 YARN_FIELDS = (
     "factor",
@@ -125,19 +138,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         one_of("family", self.family, FAMILIES)
         one_of("dtype", self.dtype, DTYPES)
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "max_position_embeddings",
-        ):
+        for name in (*SIZES, "max_position_embeddings"):
             integer(name, getattr(self, name))
         # A kernel of 1 would leave the convolution without a state.
         integer("linear_conv_kernel_dim", self.linear_conv_kernel_dim, minimum=2)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nxdi_qwen.modeling.config import FULL_ATTENTION, LINEAR_ATTENTION, ModelConfig
+from nxdi_qwen.modeling.config import FULL_ATTENTION, LINEAR_ATTENTION, SIZES, ModelConfig
 from nxdi_qwen.modeling.config_checks import boolean, integer, shown
 from nxdi_qwen.modeling.config_rope import read_rope
 from nxdi_qwen.modeling.config_section import ConfigSection, read_json_object
@@ -23,20 +23,7 @@ FAMILY_OF_MODEL_TYPE = {
     "qwen3_5_moe": "qwen3_5_moe",
     "qwen3_5_moe_text": "qwen3_5_moe",
 }
-SIZE_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-    "rms_norm_eps",
-)
+REQUIRED_KEYS = (*SIZES, "linear_conv_kernel_dim", "rms_norm_eps")
 # What each of these keys may say without changing the model; another value would need another model.
 REFUSED_UNLESS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -173,7 +160,7 @@ def _read_config(outer: ConfigSection, generated: _Tokens) -> tuple[ModelConfig,
     config = ModelConfig(
         family=family,
         layer_types=layer_types,
-        **{key: text.require(key) for key in SIZE_KEYS},
+        **{key: text.require(key) for key in REQUIRED_KEYS},
         **_mlp_fields(text, family, layers),
         attention_bias=text.get("attention_bias", False),
         max_position_embeddings=positions,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nxdi_qwen.modeling.config import ROPE_TYPES, RopeConfig
+from nxdi_qwen.modeling.config import ROPE_TYPES, YARN_FIELDS, RopeConfig
 from nxdi_qwen.modeling.config_checks import integer, number, shown
 from nxdi_qwen.modeling.config_section import ConfigSection
 from nxdi_qwen.modeling.errors import InputError
@@ -17,13 +17,7 @@ SPREAD_KEYS = (
     "rope_type",
     "mrope_section",
     "mrope_interleaved",
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
+    *YARN_FIELDS,
     "truncate",
 )
 
