@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.model import Batch, text_positions
 from tests.artifacts import FAMILY_NAMES, MAX_LENGTH, SLOTS, Served, served
 from tests.hf_fixtures import FIXTURES, prompt_ids, reference_logits
 
 TOLERANCE = 1e-5
-LENGTHS = (1, 2, 3, 63, 64, 65, 100, 128, 129, 200)
-STEPS = 6
+LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200)
+STEPS = 24
 FORMS = [
     *(("eager", name) for name in FIXTURES if name not in FAMILY_NAMES),
     *(("exported", name) for name in FAMILY_NAMES),
@@ -67,12 +68,32 @@ def test_prefill(each: Served) -> None:
         assert runner.lengths[slot] == length
 
 
+@pytest.mark.parametrize("length", [1, 3, 40])
+@pytest.mark.parametrize("layout", ["left", "interior"])
+def test_padding_may_stand_anywhere(each: Served, layout: str, length: int) -> None:
+    """The runner pads on the right; the graphs take any mask. Then a decode step, from the state that this leaves."""
+    model, executor = each
+    bucket = executor.buckets.lengths[0]
+    places = torch.arange(bucket - length, bucket) if layout == "left" else torch.arange(length) + bucket // 3
+    ids, valid = torch.full((1, bucket), 7), torch.zeros(1, bucket, dtype=torch.bool)
+    ids[0, places], valid[0, places] = torch.tensor(tokens(model, 1)[:length]), True
+    start = torch.tensor([0])
+    runner = SlotRunner(executor)
+    batch = Batch(ids, valid, text_positions(start, valid), start, torch.tensor([1]))
+    logits, hidden, runner.state = executor.context(batch, runner.state)
+    expected = reference(model, 1)
+    assert rel(logits[0], expected[length - 1]) <= TOLERANCE
+    assert rel(executor.head(hidden[0, places]), expected[:length]) <= TOLERANCE
+    runner.lengths[1] = length
+    assert rel(runner.decode({1: tokens(model, 1)[length]})[1], expected[length]) <= TOLERANCE
+
+
 def test_joins_and_leaves(each: Served) -> None:
     """Nine requests on three slots; one that has had its steps gives its slot to the next; sometimes a slot idles."""
     model, executor = each
     runner = SlotRunner(executor)
     waiting = iter([(seed, length, steps) for seed, (length, steps) in enumerate(
-        [(63, 3), (1, 6), (129, 4), (2, 5), (64, 1), (200, 6), (3, 7), (65, 2), (100, 4)]
+        [(63, 24), (1, 6), (129, 24), (2, 5), (64, 1), (200, 24), (3, 7), (65, 2), (100, 4)]
     )])  # fmt: skip
     running: dict[int, tuple[int, int]] = {}  # slot -> prompt, steps left
     step = 0
