@@ -6,6 +6,8 @@ and all run the same graph; every rank keeps its own part of the state.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +26,25 @@ def process_group() -> Iterator[tuple[int, int]]:
     if not distributed.is_torchelastic_launched():
         yield 0, 1
         return
-    distributed.init_process_group("gloo")
+    with _library_output_on_stderr():
+        distributed.init_process_group("gloo")
     try:
         yield distributed.get_rank(), distributed.get_world_size()
     finally:
         distributed.destroy_process_group()
+
+
+@contextmanager
+def _library_output_on_stderr() -> Iterator[None]:
+    """The gloo of torch 2.9 announces its connections on standard output, which belongs to the command's result."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def check_ranks(manifest: Manifest, ranks: int) -> None:
