@@ -22,7 +22,7 @@ from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.model import Batch, HybridCausalLM, State
 from nxdi_qwen.modeling.partition import SINGLE, Parallel
 from nxdi_qwen.modeling.state import StateDescription
-from nxdi_qwen.modeling.weights import weight_specs
+from nxdi_qwen.modeling.weights import weight_shapes
 
 CONTEXT = "context"
 DECODE = "decode"
@@ -109,7 +109,7 @@ def graph_weights(kind: str, config: ModelConfig) -> list[str]:
     """The names of the weights that a graph takes, in order; the head reads one tensor, all others take everything."""
     if kind == HEAD:
         return ["embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
-    return list(weight_specs(config, torch.float32))
+    return list(weight_shapes(config))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from nxdi_qwen.modeling.weights.blocks import Block, collect
 from nxdi_qwen.modeling.weights.checkpoint import Checkpoint
 from nxdi_qwen.modeling.weights.header import Header, TensorInfo, read_header
-from nxdi_qwen.modeling.weights.layout import Specs, derived_buffers, weight_cuts, weight_specs
+from nxdi_qwen.modeling.weights.layout import Specs, derived_buffers, weight_cuts, weight_shapes, weight_specs
 from nxdi_qwen.modeling.weights.load import checkpoint_blocks, stream_weights
 from nxdi_qwen.modeling.weights.plan import WeightPlan, plan_weights
 from nxdi_qwen.modeling.weights.random import random_blocks
@@ -25,6 +25,7 @@ __all__ = [
     "read_header",
     "stream_weights",
     "weight_cuts",
+    "weight_shapes",
     "weight_specs",
     "write_ranks",
 ]
