@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
+# Functions there have the process group of the moment as a default argument. Imported later, as the first operation
+# below does, they would hold it for ever, and gloo's threads, still alive, abort some processes as they exit.
+import torch.distributed.nn
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 

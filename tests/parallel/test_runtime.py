@@ -53,6 +53,23 @@ def test_logit_diff(artifact: Path, tmp_path_factory: pytest.TempPathFactory) ->
     assert json.loads(done.stdout)["passed"]
 
 
+def test_a_destroyed_process_group_leaves_no_threads(tmp_path: Path) -> None:
+    """Threads of gloo that are still there when Python ends make some processes abort."""
+    program = f"""
+from pathlib import Path
+import torch
+from torch import distributed
+from nxdi_qwen.modeling import parallel
+distributed.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
+torch.ops.nxdi_qwen.all_reduce(torch.ones(3))
+distributed.destroy_process_group()
+names = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+assert not [name for name in names if "gloo" in name], names
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_number_of_processes_must_be_the_degree(
     artifact: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
