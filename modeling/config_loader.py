@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +96,11 @@ def load_config(folder: str | Path) -> LoadedConfig:
     if unread := [key for key in generation_section.unread() if key not in SILENT_GENERATION_KEYS]:
         notes.append(f"ignored generation_config.json keys: {', '.join(unread)}")
     return LoadedConfig(config, generation, tuple(notes), quantization)
+
+
+def parse_config(values: Mapping[str, Any]) -> ModelConfig:
+    """The model configuration from the content of a config.json alone, with `load_config`'s rules and errors."""
+    return _read_config(ConfigSection(dict(values)), _Tokens.read(ConfigSection({})))[0]
 
 
 def _checkpoint_folder(folder: str | Path) -> Path:

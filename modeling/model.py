@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from nxdi_qwen.modeling.layers.mlp import SparseMoE, SwiGLU
 from nxdi_qwen.modeling.layers.norm import ZeroCenteredRMSNorm
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.ops.rotary import rotary_cos_sin
-from nxdi_qwen.modeling.parallel import VocabParallelEmbedding, VocabParallelHead
+from nxdi_qwen.modeling.parallel import ParallelLayers, VocabParallelEmbedding, VocabParallelHead
 from nxdi_qwen.modeling.partition import SINGLE, Parallel, check_degree
 from nxdi_qwen.modeling.rope_frequencies import rope_attention_scaling, rope_inv_freq
 from nxdi_qwen.modeling.state import read_slots, write_slots
@@ -55,24 +56,34 @@ def text_positions(start: Tensor, valid: Tensor) -> Tensor:
 
 
 class DecoderLayer(nn.Module):
-    """A token mixer and a feed-forward layer, each behind a norm and beside a residual connection."""
+    """A token mixer and a feed-forward layer, each behind a norm and beside a residual connection.
 
-    def __init__(self, config: ModelConfig, index: int, parallel: Parallel, dtype: torch.dtype) -> None:
+    `sparse_moe` makes the feed-forward layer of a layer with experts; what it makes is called like `SparseMoE`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        layers: ParallelLayers,
+        dtype: torch.dtype,
+        sparse_moe: Callable[[ModelConfig, ParallelLayers, torch.dtype], nn.Module] = SparseMoE,
+    ) -> None:
         super().__init__()
         self.input_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.is_attention = config.layer_types[index] == FULL_ATTENTION
         if self.is_attention:
-            self.self_attn = GatedAttention(config, parallel, dtype)
+            self.self_attn = GatedAttention(config, layers, dtype)
         else:
-            self.linear_attn = GatedDeltaNet(config, parallel, dtype)
+            self.linear_attn = GatedDeltaNet(config, layers, dtype)
         self.post_attention_layernorm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.is_sparse = config.moe_layers[index]
-        self.mlp: SparseMoE | SwiGLU
+        self.mlp: nn.Module
         if self.is_sparse:
-            self.mlp = SparseMoE(config, parallel, dtype)
+            self.mlp = sparse_moe(config, layers, dtype)
         else:
             assert config.intermediate_size is not None
-            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, parallel, dtype)
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size, layers, dtype)
 
     def forward(self, x: Tensor, state: LayerState, context: Context) -> tuple[Tensor, list[LayerState]]:
         """x [B, T, H] and the layer's state rows -> the new x, and the state rows after each of `context.ends`
@@ -110,8 +121,9 @@ class HybridCausalLM(nn.Module):
         self.register_buffer("rank", torch.tensor([parallel.rank]))
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel, dtype)
         self.rope = RotaryFrequencies(config)
+        layers = ParallelLayers(parallel)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, index, parallel, dtype) for index in range(config.num_hidden_layers)
+            DecoderLayer(config, index, layers, dtype) for index in range(config.num_hidden_layers)
         )
         self.norm = ZeroCenteredRMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.lm_head = VocabParallelHead(

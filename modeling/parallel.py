@@ -107,6 +107,41 @@ class RowParallelLinear(nn.Module):
         return functional.linear(x, self.weight)
 
 
+class PartitionedWeight(nn.Module):
+    """A parameter `weight` that is cut and belongs to no matrix product."""
+
+    def __init__(self, shape: Sequence[int], cut: Cut, parallel: Parallel, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = partition(shape, (cut,), parallel, dtype)
+
+
+class ParallelLayers:
+    """Makes one rank's layers whose parameters are cut, over `torch.distributed`.
+
+    The layers of a model ask it for theirs, so a port makes them of its platform's own by overriding these methods:
+    same arguments, same parts of the checkpoint.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        self.parallel = parallel
+
+    def column(self, in_features: int, cut: Cut, dtype: torch.dtype, bias: bool = False) -> nn.Module:
+        """[..., in] -> [..., this rank's part of out]; see `ColumnParallelLinear`."""
+        return ColumnParallelLinear(in_features, cut, self.parallel, dtype, bias)
+
+    def row(self, cut: Cut, out_features: int, dtype: torch.dtype, bias: bool = False) -> RowParallelLinear:
+        """[..., this rank's part of in] -> [..., out], with the method `partial`; see `RowParallelLinear`."""
+        return RowParallelLinear(cut, out_features, self.parallel, dtype, bias)
+
+    def weight(self, shape: Sequence[int], cut: Cut, dtype: torch.dtype) -> PartitionedWeight:
+        """A module that holds a parameter `weight`; see `PartitionedWeight`."""
+        return PartitionedWeight(shape, cut, self.parallel, dtype)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks, in the dtype of `x`."""
+        return all_reduce(x, self.parallel)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Embedding cut by vocabulary: ids [...] int64 -> [..., H]; `rank` is this rank's number, [1] int64."""
 

@@ -125,8 +125,8 @@ FAULTS = (
         (
             Edit(
                 RECIPES,
-                "return [*projections, _split(conv, rows)]",
-                "q, k, v = rows.items()\n    return [*projections, _split(conv, dict((k, q, v)))]",
+                "_split(conv, rows), *per_head]",
+                "_split(conv, dict(sorted(rows.items()))), *per_head]",
             ),
         ),
         "qwen3_5",
@@ -222,7 +222,7 @@ FAULTS = (
     Fault(
         "decay without dt_bias",
         "softplus(a) in place of softplus(a + dt_bias)",
-        (Edit(GDN_LAYER, "self.a_proj(x).to(torch.float32) + self.dt_bias", "self.a_proj(x).to(torch.float32)"),),
+        (Edit(GDN_LAYER, ".to(torch.float32) + self.dt_bias.weight", ".to(torch.float32)"),),
         "qwen3_5",
         alone,
         (one_row_test("qwen3_5", 65),),
@@ -340,7 +340,7 @@ FAULTS = (
     Fault(
         "causal mask",
         "a token attends to the one behind it",
-        (Edit(ATTENTION, "visible = position <= token_position", "visible = position <= 1 + token_position"),),
+        (Edit(ATTENTION, "<= token_position[:, :, None]", "<= 1 + token_position[:, :, None]"),),
         "qwen3_next",
         ragged,
         (one_row_test("qwen3_next", 5),),

@@ -40,9 +40,9 @@ def build(config: ModelConfig, dtype: torch.dtype, parallel: Parallel, device: t
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "little")
         generator = torch.Generator(device).manual_seed(seed)
         tensor = torch.empty(shapes[name], dtype=placeholder.dtype, device=device)
-        if name.endswith("A_log"):
+        if name.endswith("A_log.weight"):
             tensor.uniform_(-4.6, -2.3, generator=generator)
-        elif name.endswith("dt_bias"):
+        elif name.endswith("dt_bias.weight"):
             tensor.normal_(0, 0.7, generator=generator)
         elif tensor.dim() == 1:
             tensor.normal_(1.0 if name.endswith("linear_attn.norm.weight") else 0.0, 0.3, generator=generator)

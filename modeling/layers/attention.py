@@ -10,8 +10,8 @@ from nxdi_qwen.modeling.layers.context import Context, LayerState
 from nxdi_qwen.modeling.layers.norm import ZeroCenteredRMSNorm
 from nxdi_qwen.modeling.ops.attention import append_to_cache, cached_attention
 from nxdi_qwen.modeling.ops.rotary import apply_rotary
-from nxdi_qwen.modeling.parallel import ColumnParallelLinear, RowParallelLinear
-from nxdi_qwen.modeling.partition import Parallel, kv_heads, query_heads
+from nxdi_qwen.modeling.parallel import ParallelLayers
+from nxdi_qwen.modeling.partition import kv_heads, query_heads
 
 
 class GatedAttention(nn.Module):
@@ -19,14 +19,14 @@ class GatedAttention(nn.Module):
     gate.
     """
 
-    def __init__(self, config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layers: ParallelLayers, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         hidden, bias = config.hidden_size, config.attention_bias
-        self.q_proj = ColumnParallelLinear(hidden, query_heads(config, 0, 2 * self.head_dim), parallel, dtype, bias)
-        self.k_proj = ColumnParallelLinear(hidden, kv_heads(config, 0, self.head_dim), parallel, dtype, bias)
-        self.v_proj = ColumnParallelLinear(hidden, kv_heads(config, 0, self.head_dim), parallel, dtype, bias)
-        self.o_proj = RowParallelLinear(query_heads(config, 1, self.head_dim), hidden, parallel, dtype, bias)
+        self.q_proj = layers.column(hidden, query_heads(config, 0, 2 * self.head_dim), dtype, bias)
+        self.k_proj = layers.column(hidden, kv_heads(config, 0, self.head_dim), dtype, bias)
+        self.v_proj = layers.column(hidden, kv_heads(config, 0, self.head_dim), dtype, bias)
+        self.o_proj = layers.row(query_heads(config, 1, self.head_dim), hidden, dtype, bias)
         self.q_norm = ZeroCenteredRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
         self.k_norm = ZeroCenteredRMSNorm(self.head_dim, config.rms_norm_eps, dtype)
 

@@ -10,8 +10,8 @@ from nxdi_qwen.modeling.layers.context import Context, LayerState, Way
 from nxdi_qwen.modeling.ops.convolution import causal_convolution
 from nxdi_qwen.modeling.ops.gated_delta import gated_delta_prefill, gated_delta_verify
 from nxdi_qwen.modeling.ops.normalization import gated_rms_norm
-from nxdi_qwen.modeling.parallel import ColumnParallelLinear, RowParallelLinear, partition
-from nxdi_qwen.modeling.partition import SINGLE, Cut, Parallel, key_heads, value_heads
+from nxdi_qwen.modeling.parallel import ParallelLayers, partition
+from nxdi_qwen.modeling.partition import SINGLE, key_heads, value_heads
 
 
 class GatedRMSNorm(nn.Module):
@@ -32,7 +32,7 @@ class GatedDeltaNet(nn.Module):
     `A_log` and `dt_bias` stay float32 at every dtype.
     """
 
-    def __init__(self, config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layers: ParallelLayers, dtype: torch.dtype) -> None:
         super().__init__()
         self.key_head_dim = config.linear_key_head_dim
         self.value_head_dim = config.linear_value_head_dim
@@ -40,20 +40,21 @@ class GatedDeltaNet(nn.Module):
         keys = key_heads(config, 0, self.key_head_dim)
         values = value_heads(config, 0, self.value_head_dim)
         per_head = value_heads(config, 0, 1)
-        self.local_key_dim = keys.part(parallel).size
-        self.q_proj = ColumnParallelLinear(hidden, keys, parallel, dtype)
-        self.k_proj = ColumnParallelLinear(hidden, keys, parallel, dtype)
-        self.v_proj = ColumnParallelLinear(hidden, values, parallel, dtype)
-        self.z_proj = ColumnParallelLinear(hidden, values, parallel, dtype)
-        self.b_proj = ColumnParallelLinear(hidden, per_head, parallel, dtype)
-        self.a_proj = ColumnParallelLinear(hidden, per_head, parallel, dtype)
-        self.q_conv = DepthwiseTaps(keys, kernel, parallel, dtype)
-        self.k_conv = DepthwiseTaps(keys, kernel, parallel, dtype)
-        self.v_conv = DepthwiseTaps(values, kernel, parallel, dtype)
-        self.A_log = partition((per_head.size,), (per_head,), parallel, torch.float32)
-        self.dt_bias = partition((per_head.size,), (per_head,), parallel, torch.float32)
+        self.local_key_dim = keys.part(layers.parallel).size
+        self.q_proj = layers.column(hidden, keys, dtype)
+        self.k_proj = layers.column(hidden, keys, dtype)
+        self.v_proj = layers.column(hidden, values, dtype)
+        self.z_proj = layers.column(hidden, values, dtype)
+        self.b_proj = layers.column(hidden, per_head, dtype)
+        self.a_proj = layers.column(hidden, per_head, dtype)
+        # The taps [channels, kernel] of the causal convolution, oldest input first, each segment apart.
+        self.q_conv = layers.weight((keys.size, kernel), keys, dtype)
+        self.k_conv = layers.weight((keys.size, kernel), keys, dtype)
+        self.v_conv = layers.weight((values.size, kernel), values, dtype)
+        self.A_log = layers.weight((per_head.size,), per_head, torch.float32)
+        self.dt_bias = layers.weight((per_head.size,), per_head, torch.float32)
         self.norm = GatedRMSNorm(self.value_head_dim, config.rms_norm_eps)
-        self.out_proj = RowParallelLinear(value_heads(config, 1, self.value_head_dim), hidden, parallel, dtype)
+        self.out_proj = layers.row(value_heads(config, 1, self.value_head_dim), hidden, dtype)
 
     def forward(self, x: Tensor, state: LayerState, context: Context) -> tuple[Tensor, list[LayerState]]:
         """x [B, T, H]; state: recurrent rows [B, Hv, dk, dv] float32 and conv rows [B, 2K + V, kernel - 1].
@@ -71,7 +72,7 @@ class GatedDeltaNet(nn.Module):
 
         # One rounding rule on every path: beta's sigmoid in the model's dtype, the decay in float32 throughout.
         beta = torch.sigmoid(self.b_proj(x)).to(torch.float32)
-        log_decay = -torch.exp(self.A_log) * _softplus(self.a_proj(x).to(torch.float32) + self.dt_bias)
+        log_decay = -torch.exp(self.A_log.weight) * _softplus(self.a_proj(x).to(torch.float32) + self.dt_bias.weight)
 
         inputs = (query, key, value, log_decay, beta, state[0], context.valid)
         if context.way is Way.PREFILL:
@@ -83,14 +84,14 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(out), list(zip(recurrent_states, conv_states, strict=True))
 
 
-class DepthwiseTaps(nn.Module):
-    """The weight [channels, kernel] of one segment of the causal convolution, oldest input first."""
-
-    def __init__(self, channels: Cut, kernel: int, parallel: Parallel, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = partition((channels.size, kernel), (channels,), parallel, dtype)
-
-
 def _softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)) without overflow."""
-    return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))
+    """log(1 + exp(x)) without overflow.
+
+    The logarithm of 1 + u in the form that keeps the digits of a small u (Goldberg, "What Every Computer Scientist
+    Should Know About Floating-Point Arithmetic", theorem 4): Neuron has log1p itself from NeuronCore-v4 on only.
+    """
+    u = torch.exp(-x.abs())
+    above = 1.0 + u
+    rounded = above - 1.0
+    ratio = torch.where(rounded == 0.0, 1.0, u / torch.where(rounded == 0.0, 1.0, rounded))
+    return x.clamp(min=0.0) + torch.where(rounded == 0.0, u, torch.log(above) * ratio)

@@ -9,21 +9,22 @@ from torch.nn import functional
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.layers.context import Way
 from nxdi_qwen.modeling.ops.experts import experts_by_block, experts_by_token, route
-from nxdi_qwen.modeling.parallel import ColumnParallelLinear, RowParallelLinear, all_reduce, partition
+from nxdi_qwen.modeling.parallel import ParallelLayers, partition
 from nxdi_qwen.modeling.partition import SINGLE, Over, Parallel, even
 
 
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))``: [..., H] -> [..., H]."""
 
-    def __init__(self, hidden: int, intermediate: int, parallel: Parallel, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, intermediate: int, layers: ParallelLayers, dtype: torch.dtype) -> None:
         super().__init__()
-        self.gate_proj = ColumnParallelLinear(hidden, even(0, intermediate), parallel, dtype)
-        self.up_proj = ColumnParallelLinear(hidden, even(0, intermediate), parallel, dtype)
-        self.down_proj = RowParallelLinear(even(1, intermediate), hidden, parallel, dtype)
+        self.all_reduce = layers.all_reduce
+        self.gate_proj = layers.column(hidden, even(0, intermediate), dtype)
+        self.up_proj = layers.column(hidden, even(0, intermediate), dtype)
+        self.down_proj = layers.row(even(1, intermediate), hidden, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return all_reduce(self.partial(x), self.down_proj.parallel)
+        return self.all_reduce(self.partial(x))
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's share of the output, before the sum over the ranks."""
@@ -73,12 +74,13 @@ class Experts(nn.Module):
 class SparseMoE(nn.Module):
     """Routed experts plus ``sigmoid(shared_expert_gate(x)) * shared_expert(x)``."""
 
-    def __init__(self, config: ModelConfig, parallel: Parallel, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, layers: ParallelLayers, dtype: torch.dtype) -> None:
         super().__init__()
         assert config.shared_expert_intermediate_size is not None
+        self.all_reduce = layers.all_reduce
         self.router = Router(config, dtype)
-        self.experts = Experts(config, parallel, dtype)
-        self.shared_expert = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size, parallel, dtype)
+        self.experts = Experts(config, layers.parallel, dtype)
+        self.shared_expert = SwiGLU(config.hidden_size, config.shared_expert_intermediate_size, layers, dtype)
         self.shared_expert_gate = SharedExpertGate(config.hidden_size, dtype)
 
     def forward(self, x: Tensor, way: Way, rank: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ class SparseMoE(nn.Module):
         routed = self.experts(tokens, chosen, weights, way, rank)
         # Both are shares of a sum over the ranks, so that the ranks meet once; the shared expert counts once as well.
         shared = self.shared_expert_gate(tokens) * self.shared_expert.partial(tokens)
-        return all_reduce(routed + shared, self.experts.parallel).reshape(x.shape)
+        return self.all_reduce(routed + shared).reshape(x.shape)
 
 
 class SharedExpertGate(nn.Module):

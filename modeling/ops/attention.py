@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 
+# Queries whose scores are in memory at once: no tensor grows with the square of the sequence.
+QUERY_BLOCK = 512
+
+
 def append_to_cache(cache: Tensor, segment: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
     """The cache with the valid tokens of `segment` written behind the first `start` ones.
 
@@ -27,14 +31,25 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, start: Tensor, l
     `query` [B, Hq, T, d]; `key`, `value` [B, Hkv, L, d] with this segment already appended; `start`, `lengths` [B].
     Returns [B, T, Hq, d]. Softmax in float32. Cache positions beyond a row's length may hold anything, NaN included.
     """
+    length = key.shape[2]
+    position = torch.arange(length, device=key.device)
+    value = torch.where((position < (start + lengths)[:, None])[:, None, :, None], value, 0.0)
+    token_position = start[:, None] + torch.arange(query.shape[2], device=key.device)  # [B, T]
+    blocks = [
+        _attention_block(block, key, value, positions)
+        for block, positions in zip(
+            query.split(QUERY_BLOCK, dim=2), token_position.split(QUERY_BLOCK, dim=1), strict=True
+        )
+    ]
+    return torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
+
+
+def _attention_block(query: Tensor, key: Tensor, value: Tensor, token_position: Tensor) -> Tensor:
+    """Some of the queries, at `token_position` [B, T]: [B, T, Hq, d]."""
     rows, heads, tokens, dim = query.shape
     kv_heads, length = key.shape[1:3]
     groups = heads // kv_heads
-    position = torch.arange(length, device=key.device)
-    value = torch.where((position < (start + lengths)[:, None])[:, None, :, None], value, 0.0)
-
-    token_position = start[:, None] + torch.arange(tokens, device=key.device)  # [B, T]
-    visible = position <= token_position[:, :, None]  # [B, T, L]
+    visible = torch.arange(length, device=key.device) <= token_position[:, :, None]  # [B, T, L]
     scores = query.reshape(rows * kv_heads, groups * tokens, dim) @ key.reshape(-1, length, dim).transpose(1, 2)
     scores = scores.reshape(rows, heads, tokens, length).to(torch.float32) * dim**-0.5
     # Position 0 is always visible, so no row is empty and the smallest float needs no infinity.

@@ -18,7 +18,7 @@ RANK = "rank"
 # Buffers that are computed, not read from a checkpoint.
 DERIVED = (RANK, ROPE)
 # The decay is exponentiated twice, and some releases keep these in float32: rounding would lose what is there.
-_ALWAYS_FLOAT32 = (ROPE, ".linear_attn.A_log", ".linear_attn.dt_bias", ".linear_attn.norm.weight")
+_ALWAYS_FLOAT32 = (ROPE, ".linear_attn.A_log.weight", ".linear_attn.dt_bias.weight", ".linear_attn.norm.weight")
 
 
 def weight_specs(config: ModelConfig, dtype: torch.dtype, parallel: Parallel = SINGLE) -> Specs:
@@ -83,8 +83,8 @@ def _gdn_shapes(config: ModelConfig) -> dict[str, Shape]:
     return {
         **{f"linear_attn.{part}_proj.weight": (rows, hidden) for part, rows in projections.items()},
         **{f"linear_attn.{part}_conv.weight": (rows, config.linear_conv_kernel_dim) for part, rows in widths.items()},
-        "linear_attn.A_log": (heads,),
-        "linear_attn.dt_bias": (heads,),
+        "linear_attn.A_log.weight": (heads,),
+        "linear_attn.dt_bias.weight": (heads,),
         "linear_attn.norm.weight": (config.linear_value_head_dim,),
         "linear_attn.out_proj.weight": (hidden, config.value_dim),
     }

@@ -34,9 +34,9 @@ def random_blocks(config: ModelConfig, dtype: torch.dtype, seed: int) -> Iterato
 
 
 def _draw(name: str, shape: Shape, generator: torch.Generator) -> torch.Tensor:
-    if name.endswith(".A_log"):  # with dt_bias: a slow decay, so that the state remembers
+    if name.endswith(".A_log.weight"):  # with dt_bias: a slow decay, so that the state remembers
         return torch.empty(shape).uniform_(0.01, 1.0, generator=generator).log_()
-    if name.endswith(".dt_bias"):
+    if name.endswith(".dt_bias.weight"):
         return torch.empty(shape).uniform_(-6.0, -2.0, generator=generator)
     normal = torch.empty(shape).normal_(generator=generator)
     if name.endswith(".linear_attn.norm.weight"):

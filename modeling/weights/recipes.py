@@ -99,7 +99,11 @@ def _gdn_recipes(
         projections = [projection(name, name.removeprefix("in_proj_")) for name in split]
     rows = rows_of("qkv", "conv")
     conv = Source(f"{theirs}conv1d.weight", (sum(rows.values()), 1, config.linear_conv_kernel_dim))
-    return [*projections, _split(conv, rows)]
+    per_head = [
+        _split(Source(f"{theirs}{name}", (config.linear_num_value_heads,)), {target: config.linear_num_value_heads})
+        for name, target in ((name, f"{ours}{name}.weight") for name in ("A_log", "dt_bias"))
+    ]
+    return [*projections, _split(conv, rows), *per_head]
 
 
 def _moe_recipes(

@@ -17,7 +17,7 @@ from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.layers.context import Context, Way
 from nxdi_qwen.modeling.model import DecoderLayer, text_positions
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
-from nxdi_qwen.modeling.parallel import ColumnParallelLinear, RowParallelLinear, parameter_cuts
+from nxdi_qwen.modeling.parallel import ColumnParallelLinear, ParallelLayers, RowParallelLinear, parameter_cuts
 from nxdi_qwen.modeling.partition import Over, Parallel, even, take_part
 from tests.hf_fixtures import FIXTURES, hf_model
 from tests.modeling.ported import ported_model
@@ -29,7 +29,7 @@ RANK = torch.tensor([0])  # of each half, which is a whole model to itself
 NAMES = ["qwen3_next", "qwen3_next_mixed", "qwen3_5"]
 CUT = {
     0: [
-        *("embed_tokens.weight", "lm_head.weight", "linear_attn.A_log", "linear_attn.dt_bias"),
+        *("embed_tokens.weight", "lm_head.weight", "linear_attn.A_log.weight", "linear_attn.dt_bias.weight"),
         *(f"linear_attn.{name}_proj.weight" for name in "qkvzba"),
         *(f"linear_attn.{name}_conv.weight" for name in "qkv"),
         *(f"self_attn.{name}_proj.{kind}" for name in "qkv" for kind in ("weight", "bias")),
@@ -118,7 +118,7 @@ def rank_layers(layer: DecoderLayer, config: ModelConfig, index: int) -> list[De
     """The layer as each rank has it; a bias that is added once, after the sum, stays with rank 0."""
     ranks = []
     for rank in range(RANKS):
-        local = DecoderLayer(halved(config), index, Parallel(), torch.float32)
+        local = DecoderLayer(halved(config), index, ParallelLayers(Parallel()), torch.float32)
         local.load_state_dict({name: slice_of(parameter, rank) for name, parameter in layer.named_parameters()})
         if rank and local.is_attention and local.self_attn.o_proj.bias is not None:
             local.self_attn.o_proj.bias = nn.Parameter(torch.zeros(config.hidden_size))
@@ -223,5 +223,5 @@ def test_slices_belong_to_the_heads_of_hugging_face(name: str) -> None:
             for part, expected, size in zip("qkv", taps, (dk, dk, ratio * dv), strict=True):
                 expected = expected[rank * size : (rank + 1) * size]
                 assert torch.equal(slice_of(getattr(ours, f"{part}_conv").weight, rank), expected), part
-            assert torch.equal(slice_of(ours.A_log, rank), theirs.A_log[own])
-            assert torch.equal(slice_of(ours.dt_bias, rank), theirs.dt_bias[own])
+            assert torch.equal(slice_of(ours.A_log.weight, rank), theirs.A_log[own])
+            assert torch.equal(slice_of(ours.dt_bias.weight, rank), theirs.dt_bias[own])

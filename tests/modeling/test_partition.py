@@ -185,7 +185,7 @@ def test_heads_stay_with_their_group(name: str, degree: int) -> None:
     gdn, attention = "layers.0.linear_attn.", "layers.1.self_attn."
     keys = {f"{part}_{kind}.weight": dk for part in "qk" for kind in ("proj", "conv")}
     values = dict.fromkeys(("v_proj.weight", "z_proj.weight", "v_conv.weight", "out_proj.weight"), dv)
-    values |= dict.fromkeys(("b_proj.weight", "a_proj.weight", "A_log", "dt_bias"), 1)
+    values |= dict.fromkeys(("b_proj.weight", "a_proj.weight", "A_log.weight", "dt_bias.weight"), 1)
     kv = {"k_proj.weight": d, "v_proj.weight": d}
     queries = {"q_proj.weight": 2 * d, "o_proj.weight": d}
     value_ratio = config.linear_num_value_heads // config.linear_num_key_heads

@@ -16,6 +16,7 @@ from nxdi_qwen.modeling.layers.context import Way
 from nxdi_qwen.modeling.layers.mlp import SparseMoE
 from nxdi_qwen.modeling.parallel import (
     ColumnParallelLinear,
+    ParallelLayers,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -156,12 +157,12 @@ def linears(parallel: Parallel) -> list[Pair]:
 
 def sparse_layer(parallel: Parallel) -> dict[str, Pair]:
     """The MoE layer, by tokens and by blocks, at every expert degree, against degree 1."""
-    alone = SparseMoE(SPARSE, SINGLE, torch.float32)
+    alone = SparseMoE(SPARSE, ParallelLayers(SINGLE), torch.float32)
     fill(alone, SINGLE)
     pairs = {}
     for expert_degree in (degree for degree in (1, 2, 4) if parallel.degree % degree == 0):
         place = Parallel(parallel.degree, parallel.rank, expert_degree)
-        layer = SparseMoE(SPARSE, place, torch.float32)
+        layer = SparseMoE(SPARSE, ParallelLayers(place), torch.float32)
         fill(layer, place)
         for way in (Way.PREFILL, Way.DECODE):
             x = normal(3, 7, SPARSE.hidden_size, seed=1)

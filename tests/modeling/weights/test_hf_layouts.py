@@ -74,7 +74,9 @@ def _check_gdn(mixer, ours):
     conv = torch.cat([ours[f"{name}_conv.weight"] for name in "qkv"])
     assert torch.equal(conv[:, None], mixer.conv1d.weight)
     assert [len(ours[f"{name}_conv.weight"]) for name in "qkv"] == [mixer.key_dim, mixer.key_dim, mixer.value_dim]
-    for name in ("A_log", "dt_bias", "norm.weight", "out_proj.weight"):
+    for name, theirs in (("A_log.weight", mixer.A_log), ("dt_bias.weight", mixer.dt_bias)):
+        assert torch.equal(ours[name], theirs), name
+    for name in ("norm.weight", "out_proj.weight"):
         assert torch.equal(ours[name], mixer.state_dict()[name]), name
 
 

@@ -11,7 +11,7 @@ from nxdi_qwen.modeling.weights import weight_specs
 from tests.hf_fixtures import write_tensors
 from tests.modeling.weights.synthetic import checkpoint_shapes, converted, make_config, planned
 
-FLOAT32 = ["A_log", "dt_bias", "norm.weight"]
+FLOAT32 = {"A_log.weight": "A_log", "dt_bias.weight": "dt_bias", "norm.weight": "norm.weight"}
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
@@ -25,10 +25,10 @@ def test_dtypes(tmp_path, source, target):
     }
     ours = converted(*planned(tmp_path, config, tensors), target)
     assert {n: (tuple(t.shape), t.dtype) for n, t in ours.items()} == weight_specs(config, target)
-    for name in FLOAT32:  # never rounded, and exact from 16 bits
-        name = f"layers.0.linear_attn.{name}"
-        assert ours[name].dtype == torch.float32
-        assert torch.equal(ours[name], tensors["model." + name].to(torch.float32))
+    for name, source_name in FLOAT32.items():  # never rounded, and exact from 16 bits
+        kept = ours[f"layers.0.linear_attn.{name}"]
+        assert kept.dtype == torch.float32
+        assert torch.equal(kept, tensors[f"model.layers.0.linear_attn.{source_name}"].to(torch.float32))
     assert ours["rope.inv_freq"].dtype == torch.float32
     for name in ("layers.0.input_layernorm.weight", "layers.1.self_attn.q_norm.weight", "norm.weight"):
         assert torch.equal(ours[name], tensors["model." + name].to(target))

@@ -42,6 +42,6 @@ def test_sizes():
     assert weights["layers.1.self_attn.q_proj.weight"].std() == pytest.approx(64**-0.5, rel=0.1)
     assert weights["norm.weight"].abs().max() < 0.5
     assert (weights["layers.0.linear_attn.norm.weight"] - 1).abs().max() < 0.5
-    a_log, dt_bias = (weights[f"layers.0.linear_attn.{name}"] for name in ("A_log", "dt_bias"))
+    a_log, dt_bias = (weights[f"layers.0.linear_attn.{name}.weight"] for name in ("A_log", "dt_bias"))
     a = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))  # a_proj of a normalised input
     assert (a_log.exp() * torch.nn.functional.softplus(a + dt_bias)).mean() < 0.05

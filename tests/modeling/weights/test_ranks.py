@@ -122,7 +122,7 @@ def test_the_numbers_by_hand(tmp_path):
     assert torch.equal(own[f"{gdn}b_proj.weight"], ba[6:9]) and torch.equal(own[f"{gdn}a_proj.weight"], ba[9:12])
     for name, start, stop in (("q", 4, 8), ("k", 12, 16), ("v", 25, 34)):
         assert torch.equal(own[f"{gdn}{name}_conv.weight"], conv[start:stop])
-    assert torch.equal(own[f"{gdn}A_log"], file[f"model.{gdn}A_log"][3:])
+    assert torch.equal(own[f"{gdn}A_log.weight"], file[f"model.{gdn}A_log"][3:])
     assert torch.equal(own[f"{gdn}out_proj.weight"], out[:, 9:])
     gate_up, down = (file[f"model.layers.1.mlp.experts.{name}"] for name in ("gate_up_proj", "down_proj"))
     assert torch.equal(own["layers.1.mlp.experts.gate_proj"], gate_up[2:, :8])
