@@ -16,6 +16,7 @@ from nxdi_qwen.modeling.layers.mlp import SparseMoE, SwiGLU
 from nxdi_qwen.modeling.layers.norm import ZeroCenteredRMSNorm
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.ops.rotary import rotary_cos_sin
+from nxdi_qwen.modeling.ops.tokens import take_tokens
 from nxdi_qwen.modeling.parallel import ParallelLayers, VocabParallelEmbedding, VocabParallelHead
 from nxdi_qwen.modeling.partition import SINGLE, Parallel, check_degree
 from nxdi_qwen.modeling.rope_frequencies import rope_attention_scaling, rope_inv_freq
@@ -145,10 +146,9 @@ class HybridCausalLM(nn.Module):
             rope_positions=batch.rope_positions.gather(2, order.expand(3, -1, -1)),
         )
         hidden, states = self._layers(compact, state, Way.PREFILL, (*checkpoints, tokens))
-        last = (batch.valid.sum(dim=1) - 1).clamp(min=0)[:, None, None].expand(-1, -1, hidden.shape[2])
-        logits = self.head(hidden.gather(1, last)[:, 0])
-        back = torch.argsort(order, dim=1)[:, :, None].expand(-1, -1, hidden.shape[2])
-        return PrefillOutput(logits, hidden.gather(1, back), states[-1], states[:-1])
+        last = (batch.valid.sum(dim=1) - 1).clamp(min=0)[:, None]
+        logits = self.head(take_tokens(hidden, last)[:, 0])
+        return PrefillOutput(logits, take_tokens(hidden, torch.argsort(order, dim=1)), states[-1], states[:-1])
 
     def decode(self, batch: Batch, state: State) -> tuple[Tensor, State]:
         """Token generation: one token a row (T = 1). Returns logits [B, V] and the new state."""

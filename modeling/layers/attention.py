@@ -44,9 +44,9 @@ class GatedAttention(nn.Module):
         value = self.v_proj(x).reshape(rows, tokens, -1, self.head_dim)
 
         query = apply_rotary(query, context.cos, context.sin).transpose(1, 2)
-        key = apply_rotary(key, context.cos, context.sin).transpose(1, 2)
+        key = apply_rotary(key, context.cos, context.sin)
         key_cache = append_to_cache(state[0], key, context.start, context.lengths)
-        value_cache = append_to_cache(state[1], value.transpose(1, 2), context.start, context.lengths)
+        value_cache = append_to_cache(state[1], value, context.start, context.lengths)
         out = cached_attention(query, key_cache, value_cache, context.start, context.lengths)
         out = (out * torch.sigmoid(gate)).reshape(rows, tokens, -1)
         return self.o_proj(out), [(key_cache, value_cache)] * len(context.ends)

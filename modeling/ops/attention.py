@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nxdi_qwen.modeling.ops.tokens import take_tokens
 
 # Queries whose scores are in memory at once: no tensor grows with the square of the sequence.
 QUERY_BLOCK = 512
@@ -13,16 +14,15 @@ QUERY_BLOCK = 512
 def append_to_cache(cache: Tensor, segment: Tensor, start: Tensor, lengths: Tensor) -> Tensor:
     """The cache with the valid tokens of `segment` written behind the first `start` ones.
 
-    `cache` [B, H, L, d]; `segment` [B, H, T, d], valid tokens first; `start`, `lengths` [B]. A selection per cache
+    `cache` [B, H, L, d]; `segment` [B, T, H, d], valid tokens first; `start`, `lengths` [B]. A selection per cache
     position rather than a scatter: padding has no place to be written to, so it can neither collide nor leak.
     """
-    tokens = segment.shape[2]
+    tokens = segment.shape[1]
     offset = torch.arange(cache.shape[2], device=cache.device) - start[:, None]  # [B, L]
     written = (torch.where(offset < 0, tokens, offset) < lengths[:, None])[:, None, :, None]
     if tokens > 1:
-        index = offset.clamp(0, tokens - 1)[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
-        segment = segment.gather(2, index)
-    return torch.where(written, segment, cache)
+        segment = take_tokens(segment, offset.clamp(0, tokens - 1))
+    return torch.where(written, segment.transpose(1, 2), cache)
 
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, start: Tensor, lengths: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nxdi_qwen.modeling.ops.tokens import take_tokens
+
 
 def causal_convolution(
     x: Tensor, weight: Tensor, state: Tensor, lengths: Tensor, ends: Sequence[int]
@@ -32,8 +34,7 @@ def causal_convolution(
 
 
 def _tail(window: Tensor, lengths: Tensor, kernel: int) -> Tensor:
-    """The K - 1 inputs up to the last valid token: [B, C, K - 1]. A gather, so nothing invalid can enter."""
+    """The K - 1 inputs up to the last valid token: [B, C, K - 1]. A choice, so nothing invalid can enter."""
     index = lengths[:, None] + torch.arange(kernel - 1, device=window.device)
-    index = index[:, :, None].expand(-1, -1, window.shape[2])
     # Contiguous, as the state comes in: compiled graphs trust strides.
-    return window.gather(1, index).transpose(1, 2).contiguous()
+    return take_tokens(window, index).transpose(1, 2).contiguous()

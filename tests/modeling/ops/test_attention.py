@@ -57,7 +57,7 @@ def test_ragged_rows_behind_what_their_slots_hold(tokens: int, heads: int, poiso
         segment = torch.stack([said[row, :, begin : begin + tokens] for row, begin in enumerate(start.tolist())])
         other_poison = float("inf") if math.isnan(poison) else float("nan")  # not what the cache holds there
         segment = torch.where(valid[:, None, :, None], segment, other_poison)
-        cache = append_to_cache(torch.where(held, said, poison), segment, start, lengths)
+        cache = append_to_cache(torch.where(held, said, poison), segment.transpose(1, 2), start, lengths)
         now_held = (position < (start + lengths)[:, None])[:, None, :, None]
         assert torch.equal(torch.where(now_held, cache, 0.0), torch.where(now_held, said, 0.0))
         same = torch.where(now_held, 0.0, cache)
