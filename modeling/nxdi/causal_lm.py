@@ -1,0 +1,140 @@
+"""The applications: what NxDI's tools load, compile and call."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+from torch import Tensor
+
+from nxdi_qwen.modeling.config_loader import load_config
+from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig
+from nxdi_qwen.modeling.nxdi.model import NeuronHybridModel
+from nxdi_qwen.modeling.nxdi.weights import joined_state_dict
+from nxdi_qwen.modeling.nxdi.wrapper import CONTINUATION_MODEL_TAG, HybridModelWrapper, with_block_table
+from nxdi_qwen.modeling.weights import Checkpoint, checkpoint_blocks, plan_weights
+
+
+class NeuronHybridForCausalLM(NeuronBaseForCausalLM):  # type: ignore[misc]
+    """Qwen3-Next, Qwen3.5 dense and Qwen3.5 MoE: the configuration says which.
+
+    Beside NxDI's submodels there is one that goes on from a stored state (`continuation_buckets`): `forward` takes it
+    for several tokens a row whose positions do not all start at 0. `attention_mask` [B, T] then covers the tokens of
+    this call; tokens in front stand in the state.
+    """
+
+    _model_cls = NeuronHybridModel
+
+    @classmethod
+    def get_config_cls(cls) -> type[HybridInferenceConfig]:
+        return HybridInferenceConfig
+
+    def get_model_wrapper_cls(self) -> type[HybridModelWrapper]:
+        return HybridModelWrapper
+
+    def enable_context_encoding(self, **model_init_kwargs: Any) -> None:
+        super().enable_context_encoding(**model_init_kwargs)
+        self.continuation_model: HybridModelWrapper | None = None
+        if self.neuron_config.continuation_buckets:
+            self._enable_continuation(**model_init_kwargs)
+
+    def enable_speculation(self, *args: Any, **kwargs: Any) -> None:
+        super().enable_speculation(*args, **kwargs)
+        # Verification does not replace single steps: a user may have no draft for a request.
+        self.enable_token_generation(*args, **kwargs)
+
+    def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
+        """The parameters before NxD cuts them; see `joined_state_dict`."""
+        folder = Path(self.model_path)
+        checkpoint = Checkpoint.open(folder)
+        plan = plan_weights(self.config.model, checkpoint, load_config(folder).quantization)
+        dtype = self.neuron_config.torch_dtype
+        blocks = checkpoint_blocks(plan, checkpoint, dtype)
+        return joined_state_dict(blocks, plan.config, dtype, self.neuron_config.tp_degree)
+
+    def reset_kv_cache(self) -> None:
+        """Zeroes the state of the submodels that run on the CPU."""
+        for model in self.models:
+            if model.model is not None and not model.is_neuron():
+                for state in model.model.kv_mgr.past_key_values:
+                    state.data.zero_()
+
+    def _enable_continuation(self, **model_init_kwargs: Any) -> None:
+        config = copy.deepcopy(self.config)
+        options = config.neuron_config
+        options.batch_size = self.neuron_config.ctx_batch_size
+        options.n_active_tokens = max(options.continuation_buckets)
+        options.bucket_n_active_tokens = True
+        options.is_prefill_stage = True
+        options.is_continuation = True
+        options.buckets = sorted(options.continuation_buckets)
+        self.continuation_model = self.model_wrapper(
+            config=config,
+            model_cls=self._model_cls,
+            tag=CONTINUATION_MODEL_TAG,
+            compiler_args=self.get_compiler_args(),
+            model_init_kwargs=model_init_kwargs,
+        )
+        self.models.append(self.continuation_model)
+
+    def _infer_attention_mask(self, position_ids: Tensor, *_: Any) -> Tensor:
+        """Valid are the tokens whose positions count on from the first; NxDI pads positions with 1."""
+        if position_ids.shape[1] == 1:
+            return torch.ones(position_ids.shape[0], int(position_ids.max()) + 1, dtype=position_ids.dtype)
+        expected = position_ids[:, :1] + torch.arange(position_ids.shape[1])
+        return (position_ids == expected).to(position_ids.dtype)
+
+    def _get_model_outputs(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        seq_ids: Tensor,
+        sampling_params: Tensor,
+        prev_hidden: Tensor | None,
+        adapter_ids: Tensor | None,
+        medusa_args: Any,
+        llava_args: Any,
+        slot_mapping: Tensor | None = None,
+        block_table: Tensor | None = None,
+        full_context_lens: Tensor | None = None,
+        computed_context_lens: Tensor | None = None,
+        tf_args: Any = None,
+    ) -> tuple[Any, bool]:
+        model = self._submodel(input_ids, position_ids)
+        if model is self.context_encoding_model:
+            self.kv_cache_populated = True
+        inputs = (input_ids, attention_mask, position_ids, seq_ids, sampling_params, prev_hidden, adapter_ids)
+        if self.neuron_config.is_block_kv_layout:
+            if block_table is None:
+                raise InputError("keys and values are in blocks: pass block_table, the blocks of each row in order")
+            rows = input_ids.shape[0]
+            inputs = (*inputs[:5], torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32))
+            inputs = with_block_table(inputs, block_table)
+        return model(*inputs), model.is_neuron()
+
+    def _submodel(self, input_ids: Tensor, position_ids: Tensor) -> HybridModelWrapper:
+        tokens, first = input_ids.shape[1], position_ids[:, 0]
+        if not first.any():
+            return self.context_encoding_model
+        if tokens == 1:
+            return self.token_generation_model
+        if tokens == self.neuron_config.speculation_length:
+            return self.speculation_model
+        if self.continuation_model is None:
+            raise InputError(
+                f"{tokens} tokens behind position {int(first.max())} need a graph that goes on from the state: "
+                "compile with continuation_buckets"
+            )
+        return self.continuation_model
+
+    def _copy_past_key_values(self, outputs: list[Any]) -> None:
+        super()._copy_past_key_values(outputs)
+        if self.continuation_model is not None:
+            states = self.token_generation_model.model.kv_mgr.past_key_values
+            for own, new in zip(self.continuation_model.model.kv_mgr.past_key_values, states, strict=True):
+                own.data = new.data
