@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from tests.byte_tokenizer import IM_END_ID, PAD_ID, write_tokenizer
+from tests.nxdi.references import Normal, Uniform, distribution, query_key_pairs
 
 
 @dataclass(frozen=True)
@@ -181,52 +181,18 @@ def model_of(spec: Spec, seed: int = 0) -> PreTrainedModel:
 
 
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Fill every parameter. A linear layer keeps the scale of its input times `gain`; the gains make each mixer's and
-    each MLP's output about as large as the residual stream, so that no fault in a layer stays small in the logits."""
+    """Fill every parameter by the rule of `tests.nxdi.references`."""
     generator = torch.Generator().manual_seed(seed)
-
-    def normal(shape: torch.Size, mean: float, std: float) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * std + mean
-
-    def uniform(shape: torch.Size, low: float, high: float) -> torch.Tensor:
-        return torch.rand(shape, generator=generator) * (high - low) + low
-
-    gains = {"v_proj": 2.0, "down_proj": 0.8, "gate_up_proj": 1.2, "gate": 1.5, "lm_head": 2.5}
-    for name, parameter in model.named_parameters():
-        shape, parts = parameter.shape, name.split(".")
-        layer = parts[-1] if parts[-1] not in ("weight", "bias") else parts[-2]
-        if layer == "A_log":
-            value = uniform(shape, math.log(0.01), math.log(0.1))
-        elif layer == "dt_bias":
-            value = normal(shape, 0.0, 0.7)
-        elif name.endswith("linear_attn.norm.weight"):
-            value = normal(shape, 1.0, 0.3)
-        elif "norm" in layer:
-            value = normal(shape, 0.0, 0.3)
-        elif layer == "embed_tokens":
-            value = normal(shape, 0.0, 0.8)
-        elif parts[-1] == "bias":
-            value = normal(shape, 0.0, 0.3)
-        elif layer == "conv1d":
-            value = normal(shape, 0.0, 3.0 / math.sqrt(shape[-1]))
-        else:
-            value = normal(shape, 0.0, gains.get(layer, 1.0) / math.sqrt(shape[-1]))
-        parameter.data.copy_(value)
-    for layer in model.model.layers:
-        if hasattr(layer, "linear_attn"):
-            _lean_queries_towards_keys(layer.linear_attn)
-
-
-def _lean_queries_towards_keys(mixer: Any) -> None:
-    """Correlate q with k of the same token. Where q . k of the first token cancels, the output norm magnifies float32
-    rounding a hundredfold, and no comparison at 1e-5 is possible."""
-    width, dk = mixer.key_dim, mixer.head_k_dim
-    if hasattr(mixer, "in_proj_qkvz"):
-        q, k, *_ = mixer.in_proj_qkvz.weight.data.unflatten(0, (mixer.num_k_heads, -1)).split(dk, dim=1)
-    else:
-        q, k, *_ = mixer.in_proj_qkv.weight.data.split(width)
-    q_conv, k_conv, *_ = mixer.conv1d.weight.data.split(width)
-    for query, key in ((q, k), (q_conv, k_conv)):
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    for name, parameter in parameters.items():
+        match distribution(name, parameter.shape):
+            case Normal(mean, std):
+                value = torch.randn(parameter.shape, generator=generator) * std + mean
+            case Uniform(low, high):
+                value = torch.rand(parameter.shape, generator=generator) * (high - low) + low
+        parameter.copy_(value)
+    config = model.config.get_text_config()
+    for query, key in query_key_pairs(parameters, config.linear_num_key_heads, config.linear_key_head_dim):
         query.mul_(0.6).add_(key, alpha=0.8)
 
 

@@ -1,0 +1,79 @@
+"""NxDI applications of the fixtures, in NxDI's CPU mode or lowered and run on XLA's CPU backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The first import puts stand-ins in the place of the Neuron SDK, which all others need.
+from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig, HybridNeuronConfig  # isort: skip
+from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
+
+from nxdi_qwen.compile.hlo import lower_application
+from nxdi_qwen.compile.source import ModelSource
+from nxdi_qwen.modeling.nxdi.causal_lm import NeuronHybridForCausalLM
+
+CONTEXT, DECODE = CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
+
+
+def application(checkpoint: Path, **options: Any) -> NeuronHybridForCausalLM:
+    """An application that is not loaded; `options` are those of HybridNeuronConfig."""
+    neuron_config = HybridNeuronConfig(**{"torch_dtype": torch.float32} | options)
+    config = HybridInferenceConfig.for_model(ModelSource.from_checkpoint(checkpoint).config, neuron_config)
+    return NeuronHybridForCausalLM(str(checkpoint), config)
+
+
+def cpu_application(checkpoint: Path, **options: Any) -> NeuronHybridForCausalLM:
+    """An application in NxDI's CPU mode: no buckets, so prompts may be as long as the cache."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    options.setdefault("max_context_length", options["seq_len"])
+    app = application(checkpoint, **{"on_cpu": True} | options)
+    app.to_cpu()
+    return app
+
+
+class LoweredApplication:
+    """All graphs of an application at degree 1, sharing one set of weights and states by name."""
+
+    def __init__(self, checkpoint: Path, **options: Any) -> None:
+        self.application = application(checkpoint, **{"enable_bucketing": True} | options)
+        self.graphs = lower_application(self.application)
+        weights = self.application.checkpoint_loader_fn()
+        self.values: dict[str, Tensor] = {}
+        for graph in self.graphs.values():
+            self.values |= {name: weights.get(name, value) for name, value in graph.values.items()}
+        self.state_names = list(next(iter(self.graphs.values())).aliases)
+
+    def run(
+        self,
+        tag: str,
+        bucket: int,
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        block_table: Tensor | None = None,
+    ) -> list[Tensor]:
+        """One call of a graph, whose batch size must be that of `tokens`; rows are padded on the right to the bucket.
+
+        `starts`: tokens in front of each row's; `slots`: -1 for an idle row. Returns all outputs of the graph.
+        """
+        wrapper = next(model for model in self.application.models if model.tag == tag)
+        example = wrapper.input_generator()[wrapper.neuron_config.buckets.index(bucket)]
+        width = example[0].shape[1]
+        ids, mask, positions = (torch.zeros_like(example[number]) for number in range(3))
+        positions += 1  # as NxDI pads them
+        for row, (own, start) in enumerate(zip(tokens, starts, strict=True)):
+            ids[row, : len(own)] = torch.tensor(own)
+            positions[row, : len(own)] = torch.arange(start, start + len(own))
+            mask[row, : len(own) if mask.shape[1] == width else start + len(own)] = 1
+        seq_ids = torch.tensor(slots, dtype=example[3].dtype)
+        inputs = [ids, mask, positions, seq_ids, *example[4:]]
+        if block_table is not None:
+            inputs[-1] = block_table.to(torch.int32)
+        return self.graphs[tag, bucket].run(inputs, self.values)
