@@ -23,7 +23,11 @@ setup(
     packages=[name for folder in FOLDERS for name in packages_below(folder)],
     package_data={"": ["*.json", "*.txt", "py.typed"]},
     install_requires=["torch>=2.9,<2.14", "safetensors>=0.4", "tokenizers>=0.21", "jinja2>=3.1", "rich>=13"],
-    extras_require={"reference": ["transformers==5.24.0", "accelerate"], "plot": ["matplotlib>=3.9"]},
+    extras_require={
+        "reference": ["transformers==5.24.0", "accelerate"],
+        "plot": ["matplotlib>=3.9"],
+        "hlo": ["protobuf>=6", "jaxlib>=0.7"],
+    },
     entry_points={
         "console_scripts": [
             "neuron-compile = nxdi_qwen.scripts.neuron_compile:main",

@@ -26,7 +26,7 @@ def process_group() -> Iterator[tuple[int, int]]:
     if not distributed.is_torchelastic_launched():
         yield 0, 1
         return
-    with _library_output_on_stderr():
+    with library_output_on_stderr():
         distributed.init_process_group("gloo")
     try:
         yield distributed.get_rank(), distributed.get_world_size()
@@ -35,8 +35,8 @@ def process_group() -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def _library_output_on_stderr() -> Iterator[None]:
-    """The gloo of torch 2.9 announces its connections on standard output, which belongs to the command's result."""
+def library_output_on_stderr() -> Iterator[None]:
+    """Keeps standard output for a command's result: the gloo of torch 2.9 and NxD's log write there as well."""
     sys.stdout.flush()
     saved = os.dup(1)
     os.dup2(2, 1)

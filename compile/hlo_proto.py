@@ -7,23 +7,12 @@ the process may have registered the full `xla` messages.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from nxdi_qwen.modeling.errors import InputError
 
-try:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-except ImportError as error:
-    raise InputError("HLO graphs need the package protobuf: pip install 'nxdi-qwen[hlo]'") from error
-
-_Field = descriptor_pb2.FieldDescriptorProto
-_SCALARS = {
-    "string": _Field.TYPE_STRING,
-    "int64": _Field.TYPE_INT64,
-    "int32": _Field.TYPE_INT32,
-    "bool": _Field.TYPE_BOOL,
-}
 _PACKAGE = "nxdi_qwen_hlo"
 
 # message -> field -> (number, type); "*" stands before the type of a repeated field. PrimitiveType and the alias' Kind
@@ -94,18 +83,25 @@ PRIMITIVE_TYPES = {
 }  # fmt: skip
 
 
+@functools.cache
 def _declare() -> dict[str, Any]:
+    try:
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    except ImportError as error:
+        raise InputError("HLO graphs need the package protobuf: pip install 'nxdi-qwen[hlo]'") from error
+
+    kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3")
     for message_name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=message_name)
+        declared = file.message_type.add(name=message_name)
         for field_name, (number, kind) in fields.items():
-            field = message.field.add(name=field_name, number=number)
-            field.label = _Field.LABEL_REPEATED if kind.startswith("*") else _Field.LABEL_OPTIONAL
+            field = declared.field.add(name=field_name, number=number)
+            field.label = kinds.LABEL_REPEATED if kind.startswith("*") else kinds.LABEL_OPTIONAL
             kind = kind.removeprefix("*")
-            if kind in _SCALARS:
-                field.type = _SCALARS[kind]
+            if kind in _MESSAGES:
+                field.type, field.type_name = kinds.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
             else:
-                field.type, field.type_name = _Field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
+                field.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {
@@ -113,16 +109,14 @@ def _declare() -> dict[str, Any]:
     }
 
 
-_CLASSES = _declare()
-ShapeProto: Any = _CLASSES["ShapeProto"]
-HloInstructionProto: Any = _CLASSES["HloInstructionProto"]
-HloComputationProto: Any = _CLASSES["HloComputationProto"]
-HloModuleProto: Any = _CLASSES["HloModuleProto"]
+def message(name: str) -> Any:
+    """The class of a message, such as "HloModuleProto". InputError when protobuf is not installed."""
+    return _declare()[name]
 
 
 def parse_module(data: bytes) -> Any:
     """`data`, a serialized HloModuleProto -> the message. InputError when it is none."""
-    module = HloModuleProto()
+    module = message("HloModuleProto")()
     try:
         module.ParseFromString(data)
     except Exception as error:  # protobuf's DecodeError has another base in each of its implementations

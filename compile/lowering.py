@@ -74,8 +74,6 @@ class LoweredGraph:
             _pick(name, inputs, {**values, **self.constants}, hlo_proto.shape_text(parameter.shape)).detach().to(device)
             for name, parameter in zip(self.parameters, hlo_proto.entry_parameters(module), strict=True)
         ]
-        # Uploaded before use: a 0-d tensor that is still on the host would become a constant.
-        torch_xla._XLAC._xla_sync_multi(arguments, devices=[], wait=True, sync_xla_data=True)
         results = torch_xla._XLAC._xla_user_computation("nxdi_qwen::lowered", arguments, self._computation)
         outputs: list[Tensor] = torch_xla._XLAC._xla_get_cpu_tensors(results)
         for number, index in hlo_proto.alias_table(module).items():
@@ -266,6 +264,9 @@ def _write_tables(module: Any, names: Mapping[int, str], aliases: Mapping[int, i
     for shape in (module.host_program_shape, hlo_proto.entry_computation(module).program_shape):
         del shape.parameter_names[:]
         shape.parameter_names.extend(ordered)
+    for parameter in hlo_proto.entry_parameters(module):
+        parameter.metadata.Clear()  # the line of this file that uploaded it
+        parameter.metadata.op_name = names[parameter.parameter_number]
     for number, index in sorted(aliases.items()):
         module.input_output_alias.entries.add(
             output_shape_index=[index], parameter_number=number, kind=hlo_proto.MUST_ALIAS

@@ -39,5 +39,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
     terminalreporter.section("optional parts not run here")
     for part, reason in unavailable_parts().items():
-        count = sum(part in report.keywords for report in skipped)
+        count = sum(part in getattr(report, "keywords", ()) for report in skipped)
         terminalreporter.write_line(f"{part}: {reason} ({count} tests skipped)")

@@ -28,7 +28,7 @@ def in_blocks(description: StateDescription, blocks: int, size: int) -> StateDes
     return replace(description, tensors=tuple(tensors))
 
 
-class HybridCacheManager(KVCacheManager):  # type: ignore[misc]
+class HybridCacheManager(KVCacheManager):
     """State of whole slots: keys and values [slots, Hkv, L, d], recurrent [slots, Hv, dk, dv], conv [slots, C, K - 1].
 
     `get_cache` and `update_cache` take, beside what NxDI passes, `seq_ids` [B] (slots; distinct among active rows),
@@ -53,7 +53,7 @@ class HybridCacheManager(KVCacheManager):  # type: ignore[misc]
         self.k_shapes, self.v_shapes = shapes[0::2], shapes[1::2]
         self.padded_layer_ids: list[int] = []
 
-    def get_kv_by_layer_id(  # type: ignore[override]
+    def get_kv_by_layer_id(
         self, idx: int, *, seq_ids: Tensor, start: Tensor, seq_len: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         first, second = (
@@ -62,7 +62,7 @@ class HybridCacheManager(KVCacheManager):  # type: ignore[misc]
         )
         return first, second
 
-    def update_kv_by_layer_id(  # type: ignore[override]
+    def update_kv_by_layer_id(
         self, idx: int, *, kv_per_layer: tuple[Tensor, Tensor], **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         first, second = (
@@ -120,7 +120,7 @@ class HybridBlockCacheManager(HybridCacheManager):
             return super()._read(tensor, state, seq_ids=seq_ids, start=start, seq_len=seq_len)
         assert block_table is not None
         rows, count = block_table.shape
-        _, heads, size, dim = tensor.shape
+        heads, size, dim = tensor.shape[1:]
         blocks = state.index_select(0, block_table.reshape(-1)).reshape(rows, count, heads, size * dim)
         cache = blocks.transpose(1, 2).reshape(rows, heads, count * size, dim)
         return torch.where((start > 0).reshape(-1, 1, 1, 1), cache, 0.0)
@@ -142,7 +142,7 @@ class HybridBlockCacheManager(HybridCacheManager):
             return super()._write(tensor, state, rows, seq_ids=seq_ids, lengths=lengths, seq_len=seq_len)
         assert block_table is not None and start is not None
         batch, count = block_table.shape
-        _, heads, size, dim = tensor.shape
+        heads, size, dim = tensor.shape[1:]
         blocks = rows.reshape(batch, heads, count, size * dim).transpose(1, 2).reshape(-1, heads, size, dim)
         begin = torch.arange(count, device=state.device) * size  # the first token of each block
         touched = (begin + size > start[:, None]) & (begin < (start + lengths)[:, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,17 @@ import torch
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
 from torch import Tensor
 
+from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig
 from nxdi_qwen.modeling.nxdi.model import NeuronHybridModel
-from nxdi_qwen.modeling.nxdi.weights import joined_state_dict
+from nxdi_qwen.modeling.nxdi.weights import joined_state_dict, logged_progress, write_nxdi_ranks
 from nxdi_qwen.modeling.nxdi.wrapper import CONTINUATION_MODEL_TAG, HybridModelWrapper, with_block_table
-from nxdi_qwen.modeling.weights import Checkpoint, checkpoint_blocks, plan_weights
+from nxdi_qwen.modeling.weights import Block, Checkpoint, checkpoint_blocks, plan_weights
 
 
-class NeuronHybridForCausalLM(NeuronBaseForCausalLM):  # type: ignore[misc]
+class NeuronHybridForCausalLM(NeuronBaseForCausalLM):
     """Qwen3-Next, Qwen3.5 dense and Qwen3.5 MoE: the configuration says which.
 
     Beside NxDI's submodels there is one that goes on from a stored state (`continuation_buckets`): `forward` takes it
@@ -49,12 +51,29 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):  # type: ignore[misc]
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
         """The parameters before NxD cuts them; see `joined_state_dict`."""
-        folder = Path(self.model_path)
-        checkpoint = Checkpoint.open(folder)
-        plan = plan_weights(self.config.model, checkpoint, load_config(folder).quantization)
-        dtype = self.neuron_config.torch_dtype
-        blocks = checkpoint_blocks(plan, checkpoint, dtype)
-        return joined_state_dict(blocks, plan.config, dtype, self.neuron_config.tp_degree)
+        config, blocks = self._read_checkpoint()
+        return joined_state_dict(blocks, config, self.neuron_config.torch_dtype, self.neuron_config.tp_degree)
+
+    def shard_weights(
+        self, compiled_model_path: str | Path, debug: bool = False, pre_shard_weights_hook: Any = None
+    ) -> None:
+        """Writes one file a rank of this host below `compiled_model_path`/weights, as NxD would, but from a stream.
+
+        What NxDI leaves out is left out: everything with `skip_sharding`, or without `save_sharded_checkpoint`.
+        """
+        options = self.neuron_config
+        if options.skip_sharding or not options.save_sharded_checkpoint:
+            super().shard_weights(str(compiled_model_path), debug, pre_shard_weights_hook)
+            return
+        if pre_shard_weights_hook:
+            pre_shard_weights_hook(self)
+        folder = Path(compiled_model_path) / "weights"
+        config, blocks = self._read_checkpoint()
+        ranks = range(options.start_rank_id, options.start_rank_id + options.local_ranks_size)
+        progress = logged_progress(folder)
+        write_nxdi_ranks(folder, ranks, config, options.torch_dtype, options.tp_degree, blocks, progress)
+        # Does nothing unless NxD's experimental layouts are asked for; the traced model expects them then.
+        self.get_builder(debug).transform_weight_layout_with_overriden_option(sharded_checkpoint_dir=str(folder))
 
     def reset_kv_cache(self) -> None:
         """Zeroes the state of the submodels that run on the CPU."""
@@ -62,6 +81,12 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):  # type: ignore[misc]
             if model.model is not None and not model.is_neuron():
                 for state in model.model.kv_mgr.past_key_values:
                     state.data.zero_()
+
+    def _read_checkpoint(self) -> tuple[ModelConfig, Iterator[Block]]:
+        """The configuration of the weights in `model_path` and the blocks of their stream."""
+        checkpoint = Checkpoint.open(self.model_path)
+        plan = plan_weights(self.config.model, checkpoint, load_config(self.model_path).quantization)
+        return plan.config, checkpoint_blocks(plan, checkpoint, self.neuron_config.torch_dtype)
 
     def _enable_continuation(self, **model_init_kwargs: Any) -> None:
         config = copy.deepcopy(self.config)
@@ -86,9 +111,13 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):  # type: ignore[misc]
         if position_ids.shape[1] == 1:
             return torch.ones(position_ids.shape[0], int(position_ids.max()) + 1, dtype=position_ids.dtype)
         expected = position_ids[:, :1] + torch.arange(position_ids.shape[1])
+        if (position_ids[:, 1:3] == 1).all(dim=1).any() and position_ids.shape[1] > 2:
+            raise InputError(
+                "positions 0, 1, 1 are those of one token or of two, padded with 1: pass attention_mask, or pad with 0"
+            )
         return (position_ids == expected).to(position_ids.dtype)
 
-    def _get_model_outputs(  # type: ignore[override]
+    def _get_model_outputs(
         self,
         input_ids: Tensor,
         attention_mask: Tensor,
@@ -105,6 +134,9 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):  # type: ignore[misc]
         computed_context_lens: Tensor | None = None,
         tf_args: Any = None,
     ) -> tuple[Any, bool]:
+        if input_ids.shape[1] == 1:
+            # NxDI's generation adapter takes the padding of a prompt of one token, 1, for its last position.
+            position_ids = torch.minimum(position_ids, attention_mask.sum(dim=1, keepdim=True))
         model = self._submodel(input_ids, position_ids)
         if model is self.context_encoding_model:
             self.kv_cache_populated = True

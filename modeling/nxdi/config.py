@@ -12,8 +12,10 @@ from neuronx_distributed_inference.models.config import InferenceConfig, MoENeur
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.config_loader import parse_config
 from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.nxdi import SDK_IS_INSTALLED
 from nxdi_qwen.modeling.partition import Parallel, check_degree
 
+_NO_BLOCKS = 1 << 30
 # Options of NxDI that would need another graph than the one that is traced here, and what they must be.
 _REFUSED: dict[str, tuple[Any, str]] = {
     "padding_side": ("right", "context encoding takes padding on the right only"),
@@ -36,7 +38,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-class HybridNeuronConfig(MoENeuronConfig):  # type: ignore[misc]
+class HybridNeuronConfig(MoENeuronConfig):
     """NxDI's options for compiling and running, with those of this port.
 
     `continuation_buckets`: lengths of pieces for which graphs are made that go on from the stored state (chunked
@@ -56,6 +58,8 @@ class HybridNeuronConfig(MoENeuronConfig):  # type: ignore[misc]
         # Rows that only fill up a batch must be told from real ones, or they would advance the state of their slot.
         if kwargs.setdefault("apply_seq_ids_mask", True) is not True:
             raise InputError("apply_seq_ids_mask must be true: idle rows would change the state of their slots")
+        # NxDI would cut the weights at every load, with the whole model in memory.
+        kwargs.setdefault("save_sharded_checkpoint", True)
         super().__init__(**kwargs)
         for name, (accepted, reason) in _REFUSED.items():
             if getattr(self, name) != accepted:
@@ -66,7 +70,7 @@ class HybridNeuronConfig(MoENeuronConfig):  # type: ignore[misc]
             raise InputError(f"continuation_buckets reach beyond the maximum length {self.max_length}")
 
 
-class HybridInferenceConfig(InferenceConfig):  # type: ignore[misc]
+class HybridInferenceConfig(InferenceConfig):
     """The model and how it runs. `hybrid_model` holds this project's ModelConfig as a dictionary.
 
     Made by `for_model`, or, as NxDI's own tools do it, with a `load_config` that copies the attributes of a
@@ -118,7 +122,6 @@ class HybridInferenceConfig(InferenceConfig):  # type: ignore[misc]
         self.eos_token_id = list(model.eos_token_ids) or None
         self.pad_token_id = model.pad_token_id or 0
         self.output_attentions = self.output_hidden_states = False
-        self.use_return_dict = True
         if model.num_experts:
             self._add_experts(model)
 
@@ -136,6 +139,10 @@ class HybridInferenceConfig(InferenceConfig):  # type: ignore[misc]
         options.router_config.dtype = torch.float32
         options.router_config.act_fn = "softmax"
         options.normalize_top_k_affinities = model.norm_topk_prob
+        if not SDK_IS_INSTALLED:
+            # The kernel for prompts is part of the SDK, and its torch form repeats an expert for every block of tokens.
+            # A block that no prompt fills makes NxD compute all experts instead, as it does for short prompts.
+            options.blockwise_matmul_config.block_size = _NO_BLOCKS
         # As NxDI's own Qwen3-MoE does, against extra additions in front of the collectives.
         options.disable_numeric_cc_token = True
 

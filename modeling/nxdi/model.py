@@ -31,7 +31,7 @@ def describe(config: HybridInferenceConfig) -> StateDescription:
     return description
 
 
-class NeuronHybridModel(NeuronBaseModel):  # type: ignore[misc]
+class NeuronHybridModel(NeuronBaseModel):
     """One rank of the model. `forward` is the base class's; what it does to hidden states and state is here.
 
     Validity comes from the attention mask [B, T] in context encoding and from `seq_ids` (-1: idle) elsewhere, never
@@ -96,7 +96,7 @@ class NeuronHybridModel(NeuronBaseModel):  # type: ignore[misc]
         """The mask as it came, [B, T]: no matrix over the sequence is made of it."""
         return attention_mask
 
-    def get_model_output(  # type: ignore[override]
+    def get_model_output(
         self,
         input_ids: Tensor,
         seq_ids: Tensor,

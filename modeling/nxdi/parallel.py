@@ -24,7 +24,7 @@ def all_reduce(x: Tensor) -> Tensor:
     return reduce_from_tensor_model_parallel_region(x.to(torch.float32)).to(x.dtype)
 
 
-class RowParallelLinear(nxd.RowParallelLinear):  # type: ignore[misc]
+class RowParallelLinear(nxd.RowParallelLinear):
     """NxD's layer, whose sum over the ranks a caller may put off; see `modeling.parallel.RowParallelLinear`."""
 
     def partial(self, x: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class RowParallelLinear(nxd.RowParallelLinear):  # type: ignore[misc]
         return nn.functional.linear(x, self.weight)
 
 
-class PartitionedWeight(nxd.BaseParallelLinear):  # type: ignore[misc]
+class PartitionedWeight(nxd.BaseParallelLinear):
     """A parameter `weight` that NxD cuts like that of a linear layer, which is the kind of module it looks into."""
 
     def __init__(self, shape: Sequence[int], cut: Cut, parallel: Parallel, dtype: torch.dtype) -> None:
@@ -49,10 +49,10 @@ class NxdParallelLayers(ParallelLayers):
     def column(self, in_features: int, cut: Cut, dtype: torch.dtype, bias: bool = False) -> nn.Module:
         return nxd.ColumnParallelLinear(in_features, self._joined(cut), bias=bias, gather_output=False, dtype=dtype)
 
-    def row(self, cut: Cut, out_features: int, dtype: torch.dtype, bias: bool = False) -> RowParallelLinear:  # type: ignore[override]
+    def row(self, cut: Cut, out_features: int, dtype: torch.dtype, bias: bool = False) -> RowParallelLinear:
         return RowParallelLinear(self._joined(cut), out_features, bias=bias, input_is_parallel=True, dtype=dtype)
 
-    def weight(self, shape: Sequence[int], cut: Cut, dtype: torch.dtype) -> PartitionedWeight:  # type: ignore[override]
+    def weight(self, shape: Sequence[int], cut: Cut, dtype: torch.dtype) -> PartitionedWeight:
         return PartitionedWeight(shape, cut, self.parallel, dtype)
 
     def all_reduce(self, x: Tensor) -> Tensor:

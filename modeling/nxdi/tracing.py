@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
+from unittest import mock
 
 import torch
+from neuronx_distributed.modules.moe.expert_mlps_v2 import ExpertMLPsV2
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed.trace.mock_torchdist import mock_distributed
 from torch import Tensor, nn
@@ -21,7 +24,15 @@ class TracedModule(NamedTuple):
     bucket: int
     module: nn.Module
     inputs: tuple[Tensor, ...]
-    aliases: Mapping[Tensor, int]
+    aliases: Mapping[Tensor | str, int]
+
+
+@contextmanager
+def _made_on(device: torch.device) -> Iterator[None]:
+    """Inside, modules make their parameters on `device`, NxD's experts too, whose own default is the CPU."""
+    init = functools.partialmethod(ExpertMLPsV2.__init__, device=device)
+    with device, mock.patch.object(ExpertMLPsV2, "__init__", init):
+        yield
 
 
 @contextmanager
@@ -39,11 +50,15 @@ def as_rank(degree: int, rank: int = 0) -> Iterator[None]:
             torch.distributed.destroy_process_group()
 
 
-def traced_modules(application: NeuronHybridForCausalLM) -> Iterator[TracedModule]:
-    """Every submodel at every bucket, inside `as_rank`; buckets of a submodel share one module, one after the other."""
+def traced_modules(application: NeuronHybridForCausalLM, device: str = "cpu") -> Iterator[TracedModule]:
+    """Every submodel at every bucket, inside `as_rank`; buckets of a submodel share one module, one after the other.
+
+    On the device "meta" the modules have shapes, and no memory for their parameters.
+    """
     for wrapper in application.models:
         instance = wrapper.get_model_instance()
-        instance.load_module()
+        with _made_on(torch.device(device)):
+            instance.load_module()
         for number, inputs in enumerate(wrapper.input_generator()):
             module, aliases = instance.get(number)
             yield TracedModule(wrapper.tag, wrapper.neuron_config.buckets[number], module, inputs, aliases)

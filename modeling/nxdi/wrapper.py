@@ -21,7 +21,7 @@ def with_block_table(inputs: tuple[Any, ...], block_table: Tensor) -> tuple[Any,
     return (*inputs[: _ADAPTER_IDS + 1], *empty, block_table)
 
 
-class HybridModelWrapper(ModelWrapper):  # type: ignore[misc]
+class HybridModelWrapper(ModelWrapper):
     """Adds the graphs that continue a prompt, block tables, and the user's compiler flags."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -29,6 +30,20 @@ def rank_metadata(parallel: Parallel) -> dict[str, str]:
     return {key: str(value) for key, value in place.items()}
 
 
+@dataclass(frozen=True)
+class RankLayout:
+    """What the file of one rank holds.
+
+    `derived` are the tensors that no block brings, by name. `parts` turns a block of a whole parameter into the blocks
+    that this file holds of it, whose `start` may go on to the columns.
+    """
+
+    specs: Specs
+    metadata: Mapping[str, str]
+    derived: Mapping[str, torch.Tensor]
+    parts: Callable[[Block], Iterable[Block]]
+
+
 def write_ranks(
     paths: Sequence[Path],
     config: ModelConfig,
@@ -37,36 +52,57 @@ def write_ranks(
     expert_degree: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write one file a rank, in rank order, from the blocks of all whole parameters; fsync at the end.
+    """Write one file a rank, in rank order, from the blocks of all whole parameters, under this project's names.
+
+    See `write_files`.
+    """
+    ranks = [Parallel(len(paths), rank, expert_degree) for rank in range(len(paths))]
+    specs, cuts = weight_specs(config, dtype, ranks[0]), weight_cuts(config, ranks[0])  # the same for every rank
+
+    def layout(rank: Parallel) -> RankLayout:
+        def parts(block: Block) -> list[Block]:
+            own = share(block, cuts[block.name], rank)
+            return [] if own is None else [own]
+
+        return RankLayout(specs, rank_metadata(rank), derived_buffers(config, rank), parts)
+
+    layouts = {path: layout(rank) for path, rank in zip(paths, ranks, strict=True)}
+    write_files(layouts, Account(config, dtype), blocks, progress)
+
+
+def write_files(
+    layouts: Mapping[Path, RankLayout],
+    account: Account,
+    blocks: Iterable[Block],
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write the files of some ranks from the blocks of all whole parameters; fsync at the end.
 
     In memory is one block and a rank's part of it. `progress(done, total)` is called with bytes of whole parameters
     after each block. Raises ValueError for a block that is unknown or repeated, and for parameters that do not arrive
     whole. Whatever goes wrong, no file is left behind.
     """
-    ranks = [Parallel(len(paths), rank, expert_degree) for rank in range(len(paths))]
-    specs, cuts = weight_specs(config, dtype, ranks[0]), weight_cuts(config, ranks[0])  # the same for every rank
-    account = Account(config, dtype)
     try:
         with ExitStack() as stack:
             files = [
-                stack.enter_context(RankFile(p, specs, rank_metadata(r))) for p, r in zip(paths, ranks, strict=True)
+                (stack.enter_context(RankFile(path, layout.specs, layout.metadata)), layout)
+                for path, layout in layouts.items()
             ]
-            for file, rank in zip(files, ranks, strict=True):
-                for name, tensor in derived_buffers(config, rank).items():
+            for file, layout in files:
+                for name, tensor in layout.derived.items():
                     file.put(Block(name, (0,), tensor))
             for block in blocks:
                 account.take(block)
-                for file, rank in zip(files, ranks, strict=True):
-                    own = share(block, cuts[block.name], rank)
-                    if own is not None:
+                for file, layout in files:
+                    for own in layout.parts(block):
                         file.put(own)
                 if progress is not None:
                     progress(account.done, account.total)
             account.check_complete()
-            for file in files:
+            for file, _ in files:
                 file.sync()
     except BaseException:
-        for path in paths:
+        for path in layouts:
             path.unlink(missing_ok=True)
         raise
 
@@ -79,7 +115,7 @@ class RankFile:
         self._offsets, total = _offsets(specs)
         header = _header(specs, self._offsets, metadata)
         self._data_start = len(header)
-        self._file = path.open("wb")
+        self._file = path.open("w+b")
         self._file.write(header)
         self._file.truncate(len(header) + total)
 
@@ -92,11 +128,29 @@ class RankFile:
         self._file.close()
 
     def put(self, block: Block) -> None:
-        """Write a block of this rank's part of a parameter; all of its columns, so it lies in one piece."""
+        """Write a block of one of the file's tensors. Columns that it leaves out keep what was there before."""
         shape, dtype = self._specs[block.name]
-        entry = sum(start * math.prod(shape[dim + 1 :]) for dim, start in enumerate(block.start))
-        self._file.seek(self._data_start + self._offsets[block.name] + entry * dtype.itemsize)
-        self._file.write(memory_of(block.data.contiguous()))
+        data = block.data
+        start = (*block.start, *(0 for _ in shape[len(block.start) :]))
+        # In one piece lies what is whole in all dimensions behind the first in which it has several entries.
+        outer = next((dim for dim, count in enumerate(data.shape) if count > 1), 0) + 1
+        entry = sum(start[dim] * math.prod(shape[dim + 1 :]) for dim in range(outer))
+        place = self._data_start + self._offsets[block.name] + entry * dtype.itemsize
+        piece_shape = data.shape[:outer] + shape[outer:]
+        if data.shape == piece_shape:
+            piece = data.contiguous()
+        else:
+            # Read and written whole: thousands of single rows would cost a system call each, and a map of the file
+            # would end the process where the disk is full.
+            piece = torch.empty(piece_shape, dtype=dtype)
+            self._file.seek(place)
+            self._file.readinto(memory_of(piece))
+            hole = piece
+            for dim in range(outer, len(shape)):
+                hole = hole.narrow(dim, start[dim], data.shape[dim])
+            hole.copy_(data)
+        self._file.seek(place)
+        self._file.write(memory_of(piece))
 
     def sync(self) -> None:
         """Make sure that the disk has everything."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+NEED_NXDI = ("nxdi_qwen.modeling.nxdi", "nxdi_qwen.compile.hlo", "nxdi_qwen.compile.neuron")
 FORBIDDEN = ("transformers", "neuronx_distributed", "neuronx_distributed_inference", "torch_xla", "vllm")
 
 PROGRAM = f"""
@@ -20,7 +21,7 @@ for package in ("nxdi_qwen.modeling", "nxdi_qwen.compile"):
     root = importlib.import_module(package)
     print(package)
     for module in pkgutil.walk_packages(root.__path__, package + "."):
-        if not module.name.startswith("nxdi_qwen.modeling.nxdi."):  # the only place that imports NxDI
+        if not module.name.startswith({NEED_NXDI!r}):
             print(module.name)
             importlib.import_module(module.name)
 """

@@ -11,29 +11,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("google.protobuf")
-
 from nxdi_qwen.compile import hlo_proto, hlo_report
 from nxdi_qwen.compile.hlo_report import Report, large_in_two_dimensions, report
 from nxdi_qwen.modeling.errors import InputError
+
+
+@pytest.fixture(autouse=True)
+def _needs() -> None:
+    pytest.importorskip("google.protobuf")
+
 
 NUMBERS = {name: number for number, (name, _) in hlo_proto.PRIMITIVE_TYPES.items()}
 State = Callable[[Tensor, Tensor, Tensor], list[Tensor]]
 
 
 def shape(dtype: str, *dimensions: int) -> Any:
-    return hlo_proto.ShapeProto(element_type=NUMBERS[dtype], dimensions=dimensions)
+    return hlo_proto.message("ShapeProto")(element_type=NUMBERS[dtype], dimensions=dimensions)
 
 
 def module(*instructions: tuple[str, Any, list[int]], aliases: dict[int, int] | None = None) -> Any:
     """One computation: instruction i is (opcode, shape, operands by their index); the last one is returned."""
-    entry = hlo_proto.HloComputationProto(name="entry", id=9, root_id=len(instructions))
+    entry = hlo_proto.message("HloComputationProto")(name="entry", id=9, root_id=len(instructions))
     for index, (opcode, its_shape, operands) in enumerate(instructions):
         each = entry.instructions.add(name=f"{opcode}.{index}", opcode=opcode, id=index + 1, shape=its_shape)
         each.operand_ids.extend(operand + 1 for operand in operands)
         if opcode == "parameter":
             each.parameter_number = sum(before[0] == "parameter" for before in instructions[:index])
-    result = hlo_proto.HloModuleProto(name="m", entry_computation_id=9, computations=[entry])
+    result = hlo_proto.message("HloModuleProto")(name="m", entry_computation_id=9, computations=[entry])
     parameters = sum(opcode == "parameter" for opcode, _, _ in instructions)
     result.host_program_shape.parameter_names.extend(f"s{number}" for number in range(parameters))
     for number, output in (aliases or {}).items():
@@ -82,6 +86,7 @@ def test_counts_ranks_types_and_sizes() -> None:
     assert len(found.problems) == 5
     data = made.SerializeToString()
     assert len(large_in_two_dimensions(data, 65)) == 2 and large_in_two_dimensions(data, 66) == []
+    assert large_in_two_dimensions(data, 3) == ["pad f32[70,65] at aten__pad", "add f32[70,65] at add.4"]
 
 
 def test_an_accepted_opcode_is_listed_with_its_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,33 +96,38 @@ def test_an_accepted_opcode_is_listed_with_its_evidence(monkeypatch: pytest.Monk
     assert found.extra_opcodes == {"log": "a model that ships"} and found.unknown_opcodes == {} == found.custom_calls
 
 
-def two_states(second: Any = None, aliases: dict[int, int] | None = None, outputs: tuple[int, int] = (2, 3)) -> Any:
-    """Each state is negated."""
-    second = second or shape("f32", 2)
-    whole = hlo_proto.ShapeProto(element_type=NUMBERS["tuple"], tuple_shapes=[shape("f32", 2), second])
+def two_states(
+    second: tuple[str, int] = ("f32", 2), aliases: dict[int, int] | None = None, outputs: tuple[int, int] = (2, 3)
+) -> Any:
+    """Each state is negated; instruction numbers `outputs` are returned."""
+    shapes = [shape("f32", 2), shape(*second)]
+    whole = hlo_proto.message("ShapeProto")(element_type=NUMBERS["tuple"], tuple_shapes=shapes)
     return module(
-        ("parameter", shape("f32", 2), []),
-        ("parameter", second, []),
-        ("negate", shape("f32", 2), [0]),
-        ("negate", second, [1]),
+        ("parameter", shapes[0], []),
+        ("parameter", shapes[1], []),
+        ("negate", shapes[0], [0]),
+        ("negate", shapes[1], [1]),
         ("tuple", whole, list(outputs)),
         aliases=aliases,
     )
 
 
 @pytest.mark.parametrize(
-    ("made", "faults"),
+    ("second", "aliases", "outputs", "faults"),
     [
-        (two_states(aliases={0: 0, 1: 1}), []),
-        (two_states(aliases={0: 0}), ["s1 is unaliased: no output"]),
-        (two_states(aliases={0: 1, 1: 0}), ["s0 is not carried over: output 1", "s1 is not carried over: output 0"]),
-        (two_states(shape("f32", 3), {0: 1, 1: 0}), ["s0 is f32[2], output 1", "s1 is f32[3], output 0"]),
-        (two_states(shape("bf16", 2), {0: 1, 1: 0}), ["s0 is f32[2], output 1", "s1 is bf16[2], output 0"]),
-        (two_states(aliases={0: 0, 1: 1}, outputs=(2, 1)), ["s1 is returned as it came"]),
+        (("f32", 2), {0: 0, 1: 1}, (2, 3), []),
+        (("f32", 2), {0: 0}, (2, 3), ["s1 is unaliased: no output"]),
+        (("f32", 2), {0: 1, 1: 0}, (2, 3), ["s0 is not carried over: output 1", "s1 is not carried over: output 0"]),
+        (("f32", 3), {0: 1, 1: 0}, (2, 3), ["s0 is f32[2], output 1", "s1 is f32[3], output 0"]),
+        (("bf16", 2), {0: 1, 1: 0}, (2, 3), ["s0 is f32[2], output 1", "s1 is bf16[2], output 0"]),
+        (("f32", 2), {0: 0, 1: 1}, (2, 1), ["s1 is returned as it came"]),
     ],
     ids=["right", "unaliased", "swapped", "shapes", "dtypes", "unwritten"],
 )
-def test_state_faults(made: Any, faults: list[str]) -> None:
+def test_state_faults(
+    second: tuple[str, int], aliases: dict[int, int], outputs: tuple[int, int], faults: list[str]
+) -> None:
+    made = two_states(second, aliases, outputs)
     found = examine(made, ["s0", "s1"])
     assert len(found.state_faults) == len(faults)
     for fault, expected in zip(found.state_faults, faults, strict=True):
@@ -126,14 +136,44 @@ def test_state_faults(made: Any, faults: list[str]) -> None:
 
 
 def test_states_are_counted_apart_from_weights() -> None:
-    found = examine(two_states(shape("bf16", 3), {1: 1}))
+    found = examine(two_states(("bf16", 3), {1: 1}))
     assert (found.state_bytes, found.parameter_bytes) == (6, 8)
+
+
+def test_without_protobuf_the_mend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google.protobuf", None)
+    hlo_proto._declare.cache_clear()
+    with pytest.raises(InputError, match="need the package protobuf"):
+        hlo_proto.parse_module(b"")
+    hlo_proto._declare.cache_clear()
 
 
 def test_costs_that_are_not_available_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jaxlib", None)
     found = examine(two_states())
     assert found.flops is None and found.bytes_moved is None and found.cost_note.startswith("not available: ")
+
+
+def test_a_module_of_another_writer_reads_the_same() -> None:
+    hlo = pytest.importorskip("jaxlib._hlo")
+    text = """
+HloModule other, input_output_alias={ {1}: (0, {}, must-alias) }
+add { x = f32[] parameter(0)
+  y = f32[] parameter(1)
+  ROOT sum = f32[] add(x, y) }
+ENTRY entry { p = f32[2,3] parameter(0)
+  n = f32[<=8] parameter(1)
+  zero = f32[] constant(0)
+  c = f32[2,3] custom-call(p), custom_call_target="there", metadata={op_name="here" source_file="m.py" source_line=7}
+  r = f32[2] reduce(c, zero), dimensions={1}, to_apply=add
+  ROOT t = (f32[2], f32[2,3]) tuple(r, c) }"""
+    data = hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    made = hlo_proto.parse_module(data)
+    assert hlo_proto.alias_table(made) == {0: 1}
+    assert [hlo_proto.shape_text(each) for each in hlo_proto.output_shapes(made)] == ["f32[2]", "f32[2,3]"]
+    found = report(data)
+    assert found.instructions == 9 and found.custom_calls == {"there": 1} and len(found.dynamic_shapes) == 1
+    assert found.unknown_opcodes == {"custom-call": ("custom-call f32[2,3] at m.py:7",)}
 
 
 # Through torch_xla from here on.

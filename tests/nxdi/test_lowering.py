@@ -9,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("torch_xla")
-pytest.importorskip("google.protobuf")
-
 from nxdi_qwen.compile import hlo_proto
 from nxdi_qwen.compile.lowering import LoweredGraph, lower, named_tensors
 from nxdi_qwen.modeling.errors import InputError
 
 pytestmark = pytest.mark.nxdi
+
+
+@pytest.fixture(autouse=True)
+def _needs() -> None:
+    pytest.importorskip("torch_xla")
+    pytest.importorskip("google.protobuf")
 
 
 class Cell(nn.Module):
@@ -82,11 +85,13 @@ def test_the_module_is_what_it_was(cell: Cell) -> None:
         assert torch.equal(output, expected)
 
 
-def test_a_call_that_raises_leaves_the_module_on_the_cpu(cell: Cell) -> None:
+def test_a_call_sees_parameters_on_the_xla_device_and_may_raise(cell: Cell) -> None:
     def call(tokens: Tensor) -> list[Tensor]:
-        assert cell.weight.device.type == "xla"
+        assert cell.weight.device.type == "xla" and isinstance(cell.weight, nn.Parameter)
+        assert cell.weight.partition_dim == 1
         raise ValueError("no")
 
+    cell.weight.partition_dim = 1
     with pytest.raises(ValueError, match="no"):
         lower(call, [torch.ones(1, 4)], named_tensors(cell), {})
     assert cell.weight.device.type == "cpu"
@@ -218,11 +223,11 @@ def test_an_output_may_be_an_input_or_stand_twice() -> None:
 
 
 def test_equal_scalars_are_parameters_of_their_own() -> None:
-    inputs = [gate(0), gate(0), torch.tensor(2.0), torch.tensor(2.0), torch.tensor(True)]
-    graph = lower(lambda a, b, c, d, e: [a - b, c / d, ~e], inputs, {}, {})
-    assert sorted(graph.parameters) == [f"input:{number}" for number in range(5)]
-    outputs = graph.run([gate(7), gate(3), torch.tensor(9.0), torch.tensor(2.0), torch.tensor(False)], {})
-    assert [output.item() for output in outputs] == [4, 4.5, True]
+    pairs = [gate(0), gate(0), torch.tensor(2.0), torch.tensor(2.0), torch.tensor(True), torch.tensor(True)]
+    graph = lower(lambda a, b, c, d, e, f: [a - b, c / d, e & ~f], pairs, {}, {})
+    assert sorted(graph.parameters) == [f"input:{number}" for number in range(6)]
+    others = [gate(7), gate(3), torch.tensor(9.0), torch.tensor(2.0), torch.tensor(True), torch.tensor(False)]
+    assert [output.item() for output in graph.run(others, {})] == [4, 4.5, True]
 
 
 def test_a_tied_weight_is_one_parameter_under_its_first_name(cell: Cell) -> None:
