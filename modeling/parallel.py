@@ -59,7 +59,7 @@ def all_gather(x: Tensor, parallel: Parallel) -> Tensor:
 def partition(shape: Sequence[int], cuts: Sequence[Cut], parallel: Parallel, dtype: torch.dtype) -> nn.Parameter:
     """An uninitialised parameter: this rank's part of the full `shape` (no cuts: replicated)."""
     parameter = nn.Parameter(torch.empty(local_shape(shape, cuts, parallel), dtype=dtype), requires_grad=False)
-    return with_cuts(parameter, cuts)
+    return with_cuts(parameter, cuts) if cuts else parameter
 
 
 def with_cuts(parameter: nn.Parameter, cuts: Sequence[Cut]) -> nn.Parameter:
@@ -70,8 +70,7 @@ def with_cuts(parameter: nn.Parameter, cuts: Sequence[Cut]) -> nn.Parameter:
 
 def parameter_cuts(parameter: nn.Parameter) -> tuple[Cut, ...]:
     """How a parameter is cut; empty where every rank holds all of it."""
-    cuts: tuple[Cut, ...] = parameter.cuts  # type: ignore[attr-defined]
-    return cuts
+    return getattr(parameter, "cuts", ())
 
 
 class ColumnParallelLinear(nn.Module):

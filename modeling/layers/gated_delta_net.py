@@ -93,5 +93,5 @@ def _softplus(x: Tensor) -> Tensor:
     u = torch.exp(-x.abs())
     above = 1.0 + u
     rounded = above - 1.0
-    counts = rounded > 0.0  # where u is too small to count in 1 + u, it is the result itself
+    counts = rounded.to(torch.bool)  # where u is too small to count in 1 + u, it is the result itself
     return x.clamp(min=0.0) + torch.where(counts, torch.log(above) * u / torch.where(counts, rounded, above), u)

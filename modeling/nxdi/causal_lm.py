@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from neuronx_distributed_inference.models.model_base import NeuronBaseForCausalLM
+from neuronx_distributed_inference.models.model_wrapper import SPECULATION_MODEL_TAG
 from torch import Tensor
 
 from nxdi_qwen.modeling.config import ModelConfig
@@ -140,6 +141,9 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):
         model = self._submodel(input_ids, position_ids)
         if model is self.context_encoding_model:
             self.kv_cache_populated = True
+        if model.tag == SPECULATION_MODEL_TAG:
+            # All that NxDI does with it is to choose a bucket: for tokens in front, to which it adds those to verify.
+            attention_mask = torch.ones(input_ids.shape[0], int(position_ids[:, 0].max()), dtype=torch.int32)
         inputs = (input_ids, attention_mask, position_ids, seq_ids, sampling_params, prev_hidden, adapter_ids)
         if self.neuron_config.is_block_kv_layout:
             if block_table is None:

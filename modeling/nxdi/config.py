@@ -35,6 +35,8 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "windowed_context_encoding_size": (None, "use continuation_buckets"),
     "token_generation_batches": (None, "decode graphs have one batch size"),
     "lora_config": (None, "LoRA is not supported"),
+    "hybrid_sharding_config": (None, "prompts and decode share the experts' weights"),
+    "glu_mlp": (True, "the experts are gated"),
 }
 
 
