@@ -2,13 +2,15 @@
 PYTHON ?= python3.11
 VENV := .venv
 VENV_TORCH29 := .venv-torch29
+VENV_NXDI := .venv-nxdi
+NXDI := neuronx-distributed neuronx-distributed-inference
 PYTEST_OPTIONS := -rs -n 2
 
 # One thread per process: the shapes are tiny, and two test processes share two cores.
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: venv demo test test-torch29 faults lint clean
+.PHONY: venv demo test test-torch29 test-nxdi faults lint clean
 
 venv: $(VENV)/.installed
 
@@ -49,6 +51,23 @@ $(VENV_TORCH29)/.installed: $(VENV_TORCH29)/.torch $(wildcard requirements/*.txt
 	$(VENV_TORCH29)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
+# Against the real NxDI, without the Neuron SDK: `make test-nxdi SOURCES=DIR`, where DIR holds checkouts of its two
+# public repositories. They are used as they are, by a path file.
+test-nxdi:
+	@for name in $(NXDI); do test -d "$(SOURCES)/$$name/src" || { \
+		echo "make test-nxdi SOURCES=DIR: DIR/$$name is no checkout of aws-neuron/$$name" >&2; exit 2; }; done
+	$(MAKE) --no-print-directory $(VENV_NXDI)/.installed
+	for name in $(NXDI); do echo "$(abspath $(SOURCES))/$$name/src"; done > `$(VENV_NXDI)/bin/python -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))'`/nxdi.pth
+	$(VENV_NXDI)/bin/python -m pytest $(PYTEST_OPTIONS) tests/nxdi
+
+$(VENV_NXDI)/.installed: requirements/torch-2.9.txt requirements/nxdi.txt setup.py pyproject.toml
+	test -x $(VENV_NXDI)/bin/python || $(PYTHON) -m venv $(VENV_NXDI)
+	$(VENV_NXDI)/bin/python -m pip install --quiet -r requirements/torch-2.9.txt
+	$(VENV_NXDI)/bin/python -m pip install --quiet -r requirements/nxdi.txt
+	$(VENV_NXDI)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
 # The folders carry other names than the package: links give mypy the import names.
 lint: venv
 	$(VENV)/bin/ruff check .
@@ -58,4 +77,4 @@ lint: venv
 	$(VENV)/bin/mypy -p nxdi_qwen
 
 clean:
-	rm -rf $(VENV) $(VENV_TORCH29) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_TORCH29) $(VENV_NXDI) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -32,6 +32,7 @@ setup(
         "console_scripts": [
             "neuron-compile = nxdi_qwen.scripts.neuron_compile:main",
             "nxdi-qwen-generate = nxdi_qwen.scripts.generate:main",
+            "nxdi-qwen-hardware-report = nxdi_qwen.scripts.hardware_report:main",
             "nxdi-qwen-plan = nxdi_qwen.scripts.plan:main",
             "logit-diff = nxdi_qwen.scripts.logit_diff:main",
         ]

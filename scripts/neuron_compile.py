@@ -151,7 +151,9 @@ def _compile_neuron(source: ModelSource, choices: NeuronOptions, options: Any) -
     if options.json:
         print(json.dumps({"artifact": str(options.out), "target": "neuron", "model": source.name}))
     else:
-        print(f"{options.out}: compiled by NxDI. Try it: nxdi-qwen-hardware-report --artifacts {options.out}")
+        print(
+            f"{options.out}: compiled by NxDI. Try it: nxdi-qwen-hardware-report --artifacts {options.out} --model DIR"
+        )
     return 0
 
 

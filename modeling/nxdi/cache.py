@@ -145,5 +145,6 @@ class HybridBlockCacheManager(HybridCacheManager):
         heads, size, dim = tensor.shape[1:]
         blocks = rows.reshape(batch, heads, count, size * dim).transpose(1, 2).reshape(-1, heads, size, dim)
         begin = torch.arange(count, device=state.device) * size  # the first token of each block
-        touched = (begin + size > start[:, None]) & (begin < (start + lengths)[:, None])
+        # An idle row names blocks of others, and with no tokens it would still touch the block that `start` lies in.
+        touched = (begin + size > start[:, None]) & (begin < (start + lengths)[:, None]) & (lengths > 0)[:, None]
         return write_slots(state, blocks, block_table.reshape(-1), touched.reshape(-1))

@@ -135,8 +135,9 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):
         computed_context_lens: Tensor | None = None,
         tf_args: Any = None,
     ) -> tuple[Any, bool]:
-        if input_ids.shape[1] == 1:
-            # NxDI's generation adapter takes the padding of a prompt of one token, 1, for its last position.
+        if input_ids.shape[1] == 1 < attention_mask.shape[1]:
+            # NxDI's generation adapter takes the padding of a prompt of one token, 1, for its last position: its first
+            # token to decode would have position 2. The mask counts the tokens in front, or this one as well.
             position_ids = torch.minimum(position_ids, attention_mask.sum(dim=1, keepdim=True))
         model = self._submodel(input_ids, position_ids)
         if model is self.context_encoding_model:
@@ -144,14 +145,61 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):
         if model.tag == SPECULATION_MODEL_TAG:
             # All that NxDI does with it is to choose a bucket: for tokens in front, to which it adds those to verify.
             attention_mask = torch.ones(input_ids.shape[0], int(position_ids[:, 0].max()), dtype=torch.int32)
-        inputs = (input_ids, attention_mask, position_ids, seq_ids, sampling_params, prev_hidden, adapter_ids)
-        if self.neuron_config.is_block_kv_layout:
-            if block_table is None:
-                raise InputError("keys and values are in blocks: pass block_table, the blocks of each row in order")
-            rows = input_ids.shape[0]
-            inputs = (*inputs[:5], torch.zeros(rows, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32))
-            inputs = with_block_table(inputs, block_table)
-        return model(*inputs), model.is_neuron()
+        tokens = (input_ids, attention_mask, position_ids)
+        if self.continuation_model is not None and input_ids.shape[1] > max(model.neuron_config.buckets):
+            return self._in_pieces(model, tokens, seq_ids, sampling_params, block_table)
+        return self._call(model, tokens, seq_ids, sampling_params, block_table), model.is_neuron()
+
+    def _call(
+        self,
+        model: HybridModelWrapper,
+        tokens: tuple[Tensor, ...],
+        seq_ids: Tensor,
+        sampling_params: Tensor,
+        block_table: Tensor | None,
+    ) -> Any:
+        """`tokens`: ids, mask and positions. What NxDI has beside these (hidden states, adapters) no graph reads."""
+        nothing = torch.zeros(seq_ids.shape[0], dtype=torch.int32)
+        inputs = (*tokens, seq_ids, sampling_params, nothing, nothing)
+        if not self.neuron_config.is_block_kv_layout:
+            return model(*inputs)
+        if block_table is None:
+            raise InputError("keys and values are in blocks: pass block_table, the blocks of each row in order")
+        return model(*with_block_table(inputs, block_table))
+
+    def _in_pieces(
+        self,
+        model: HybridModelWrapper,
+        tokens: tuple[Tensor, ...],
+        seq_ids: Tensor,
+        sampling_params: Tensor,
+        block_table: Tensor | None,
+    ) -> tuple[Any, bool]:
+        """Tokens above the largest bucket, in pieces of it: `model` takes the first, and the graphs that continue all
+        others, however short. A row's result is that of its last piece.
+        """
+        assert self.continuation_model is not None
+        longest = min(max(each.neuron_config.buckets) for each in (model, self.continuation_model))
+        lengths = tokens[1].sum(dim=1)
+        merged: list[Any] = []
+        outputs: Any = None
+        for begin in range(0, tokens[0].shape[1], longest):
+            piece = tuple(each[:, begin : begin + longest] for each in tokens)
+            outputs = self._call(
+                self.continuation_model if begin else model, piece, seq_ids, sampling_params, block_table
+            )
+            if not model.is_neuron():
+                self._copy_past_key_values(outputs)
+            results = list(outputs) if isinstance(outputs, list) else [outputs]
+            if begin:
+                goes_on = lengths > begin
+                count = len(results) if model.is_neuron() else 1  # on the CPU, the state stands behind the result
+                results[:count] = [
+                    torch.where(goes_on.reshape(-1, *[1] * (new.dim() - 1)), new, old)
+                    for new, old in zip(results[:count], merged[:count], strict=True)
+                ]
+            merged = results
+        return (merged if isinstance(outputs, list) else merged[0]), model.is_neuron()
 
     def _submodel(self, input_ids: Tensor, position_ids: Tensor) -> HybridModelWrapper:
         tokens, first = input_ids.shape[1], position_ids[:, 0]

@@ -68,6 +68,8 @@ class HybridNeuronConfig(MoENeuronConfig):
                 raise InputError(f"{name}={getattr(self, name)} is not supported: {reason}")
         if self.is_block_kv_layout and self.max_length % self.pa_block_size:
             raise InputError(f"pa_block_size {self.pa_block_size} does not divide the maximum length {self.max_length}")
+        if self.continuation_buckets and self.async_mode:
+            raise InputError("async_mode does not go with continuation_buckets: pieces are merged on the host")
         if self.continuation_buckets and max(self.continuation_buckets) > self.max_length:
             raise InputError(f"continuation_buckets reach beyond the maximum length {self.max_length}")
 

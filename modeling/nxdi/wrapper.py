@@ -13,12 +13,21 @@ CONTINUATION_MODEL_TAG = "continuation_model"
 # Where NxDI's `NeuronBaseModel.forward` takes the block table; the arguments between it and `adapter_ids` stay empty.
 _BLOCK_TABLE = 12
 _ADAPTER_IDS = 6
+_PREV_HIDDEN = 5
 
 
 def with_block_table(inputs: tuple[Any, ...], block_table: Tensor) -> tuple[Any, ...]:
     """The positional inputs up to `adapter_ids`, then nothing, then the block table [B, n]."""
     empty = [torch.empty(0) for _ in range(_BLOCK_TABLE - _ADAPTER_IDS - 1)]
     return (*inputs[: _ADAPTER_IDS + 1], *empty, block_table)
+
+
+def _told_apart(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of a graph that continues, with `prev_hidden`, which no graph reads, as [B, 1] instead of [B].
+
+    NxD's compiled model finds the graph by the shapes of the inputs alone, and a piece may be as long as a prompt.
+    """
+    return (*inputs[:_PREV_HIDDEN], inputs[_PREV_HIDDEN].reshape(-1, 1), *inputs[_PREV_HIDDEN + 1 :])
 
 
 class HybridModelWrapper(ModelWrapper):
@@ -31,6 +40,8 @@ class HybridModelWrapper(ModelWrapper):
 
     def input_generator(self) -> list[tuple[Any, ...]]:
         inputs = super().input_generator()
+        if self.tag == CONTINUATION_MODEL_TAG:
+            inputs = [_told_apart(example) for example in inputs]
         if not self.is_block_kv_layout:
             return inputs
         rows = self.neuron_config.batch_size
@@ -44,7 +55,7 @@ class HybridModelWrapper(ModelWrapper):
         bucket = self.get_target_bucket(*args, strategy=pad_type)
         if self.tag == CONTINUATION_MODEL_TAG:
             missing = bucket - args[0].shape[1]
-            args = (*(functional.pad(arg, (0, missing)) for arg in args[:3]), *args[3:])
+            args = _told_apart((*(functional.pad(arg, (0, missing)) for arg in args[:3]), *args[3:]))
         else:
             args = super().pad_inputs(*args, pad_type=pad_type)
         if self.is_block_kv_layout:
