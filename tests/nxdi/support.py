@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 # The first import puts stand-ins in the place of the Neuron SDK, which all others need.
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig, HybridNeuronConfig  # isort: skip
@@ -36,6 +39,22 @@ def cpu_application(checkpoint: Path, **options: Any) -> NeuronHybridForCausalLM
     app = application(checkpoint, **{"on_cpu": True} | options)
     app.to_cpu()
     return app
+
+
+@contextmanager
+def single_rank() -> Iterator[None]:
+    """Inside, this process is the only rank of NxD's groups: applications in CPU mode are made and called there.
+
+    NxDI would make the process group itself, on a fixed port that only one process of a machine can have.
+    """
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    with patch.dict(os.environ, NXD_CPU_MODE="1"):  # `to_cpu` sets it and never takes it back: no lowering after that
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, skip_collective_init=True)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 class LoweredApplication:
