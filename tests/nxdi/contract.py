@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
+import importlib.util
 import inspect
 import json
 import textwrap
@@ -152,7 +152,7 @@ def _stored_on_self(cls: type) -> frozenset[str]:
     stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     names = {node.attr for node in stored if isinstance(node.value, ast.Name) and node.value.id == "self"}
     registered = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node.func) in _REGISTER)
-    names |= {node.args[0].value for node in registered if node.args and isinstance(node.args[0], ast.Constant)}
+    names |= {name for node in registered for name in _texts(node.args[:1])}
     return frozenset(names | set(cls.__annotations__))
 
 
@@ -164,7 +164,12 @@ def _read_attributes(tree: ast.AST) -> Iterable[str]:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             yield node.attr
         elif isinstance(node, ast.Call) and _name(node.func) in ("getattr", "hasattr"):
-            yield from (each.value for each in node.args[1:2] if isinstance(each, ast.Constant))
+            yield from _texts(node.args[1:2])
+
+
+def _texts(arguments: Iterable[ast.expr]) -> list[str]:
+    """The text constants among arguments."""
+    return [each.value for each in arguments if isinstance(each, ast.Constant) and isinstance(each.value, str)]
 
 
 def _calls(trees: Iterable[ast.AST]) -> dict[str, set[str]]:
@@ -211,6 +216,8 @@ def versions(contract: Contract) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     command.Parser(prog="python -m tests.nxdi.contract", description=__doc__).parse_args(arguments)
+    if absent := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
+        raise InputError(f"{', '.join(absent)} cannot be imported: run this in an environment with NxDI")
     before = load_record() if RECORD.exists() else None
     real = real_contract(read_uses(port_sources()))
     if missing := list(_missing(real)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +16,7 @@ from torch import Tensor, distributed
 # The first import puts stand-ins in the place of the Neuron SDK, which all others need.
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig, HybridNeuronConfig  # isort: skip
 from neuronx_distributed.parallel_layers import parallel_state
+from neuronx_distributed_inference.models import application_base
 from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
 
 from nxdi_qwen.compile.hlo import lower_application
@@ -32,29 +34,39 @@ def application(checkpoint: Path, **options: Any) -> NeuronHybridForCausalLM:
 
 
 def cpu_application(checkpoint: Path, **options: Any) -> NeuronHybridForCausalLM:
-    """An application in NxDI's CPU mode: no buckets, so prompts may be as long as the cache."""
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+    """An application in NxDI's CPU mode: no buckets, so prompts may be as long as the cache.
+
+    The first one of a process makes NxD's groups, or `single_rank` has; all others share them.
+    """
     options.setdefault("max_context_length", options["seq_len"])
     app = application(checkpoint, **{"on_cpu": True} | options)
-    app.to_cpu()
+    with contextlib.ExitStack() as stack:
+        if parallel_state.model_parallel_is_initialized():
+            stack.enter_context(patch.object(application_base, "initialize_model_parallel"))
+        app.to_cpu()
     return app
 
 
-@contextmanager
+@contextlib.contextmanager
 def single_rank() -> Iterator[None]:
     """Inside, this process is the only rank of NxD's groups: applications in CPU mode are made and called there.
 
-    NxDI would make the process group itself, on a fixed port that only one process of a machine can have.
+    Outside nothing is left of it, so that graphs can be lowered: `to_cpu` would set NXD_CPU_MODE for good.
     """
-    if not distributed.is_initialized():
-        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    with patch.dict(os.environ, NXD_CPU_MODE="1"):  # `to_cpu` sets it and never takes it back: no lowering after that
+    with patch.dict(os.environ, NXD_CPU_MODE="1"), patch.dict(vars(parallel_state), _single_rank_groups()):
+        yield
+
+
+@functools.cache
+def _single_rank_groups() -> dict[str, Any]:
+    """The variables of `parallel_state`. Made once: gloo has threads for every group, which never end and never sleep.
+
+    NxDI would make the process group on a fixed port, which only one process of a machine can have.
+    """
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    with patch.dict(os.environ, NXD_CPU_MODE="1"), patch.dict(vars(parallel_state)):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=1, skip_collective_init=True)
-        try:
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
+        return {name: value for name, value in vars(parallel_state).items() if name.isupper()}
 
 
 class LoweredApplication:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -54,11 +55,11 @@ def test_a_state_of_another_size_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     class WithDummyKeys(HybridCacheManager):
         """Layer 0, a GDN layer, keeps keys as well: NxDI traces, returns and aliases whatever is among its states."""
 
-        def __init__(self, *args: object) -> None:
+        def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.past_key_values.append(nn.Parameter(torch.zeros(SLOTS, 2, LENGTH, 256), requires_grad=False))
 
-        def update_cache(self, **kwargs: object) -> list[torch.Tensor]:
+        def update_cache(self, **kwargs: Any) -> list[torch.Tensor]:
             return [*super().update_cache(**kwargs), self.past_key_values[-1] + 1]
 
     monkeypatch.setattr(model, "HybridCacheManager", WithDummyKeys)
