@@ -30,9 +30,10 @@ EXTRA_OPCODES: dict[str, str] = {
     "log": "softplus of the decay: nki.language.log exists on every NeuronCore that NKI supports (log1p from v4 on)",
     "and": "NxD's own ParallelEmbedding cut by vocabulary, an option of the models that NxDI ships (vocab_parallel)",
 }
-# Sources whose 64-bit floating point is accepted: end of the path -> why.
+# Sources whose 64-bit floating point is accepted: part of the path -> why.
 FLOAT64_SOURCES: dict[str, str] = {
-    "neuronx_distributed/modules/moe/routing.py": "NxD's own router, in every MoE model that NxDI ships",
+    "neuronx_distributed/modules/moe/": "NxD's own router and experts, in every MoE model that NxDI ships",
+    "torch/nn/functional.py": "a normalisation that NxD's experts call",
 }
 
 
@@ -42,12 +43,12 @@ class Report:
 
     instructions: of all computations. unknown_opcodes: opcode -> places, of those neither known nor accepted.
     extra_opcodes: accepted ones that occur -> evidence. custom_calls: target -> count. above_rank: places of more
-    than MAX_RANK dimensions. float64: places with 64-bit floating point, but for
-    `FLOAT64_SOURCES`. state_faults: a state's name and what is wrong
-    with it. unused: inputs, weights and buffers without a parameter in the graph. constants: name -> shape of tensors
-    that the call made itself. parameter_bytes: of weights and buffers; state_bytes: of states that the graph reads.
-    flops, bytes_moved: XLA's cost analysis, every instruction reading and writing memory; None with the reason in
-    `cost_note` when that is not available. largest: the place of the tensor with the most elements.
+    than MAX_RANK dimensions. float64: places with 64-bit floating point, but for `FLOAT64_SOURCES`. state_faults: a
+    state's name and what is wrong with it. unused: inputs, weights and buffers without a parameter in the graph.
+    constants: name -> shape of tensors that the call made itself. parameter_bytes: of weights and buffers;
+    state_bytes: of states that the graph reads. flops, bytes_moved: XLA's cost analysis, every instruction reading
+    and writing memory; None with the reason in `cost_note` when that is not available. largest: the place of the
+    tensor with the most elements.
     """
 
     instructions: int
@@ -134,7 +135,7 @@ def report(graph: LoweredGraph | bytes, states: Collection[str] | None = None) -
         float64=_places(
             each
             for each in hlo_proto.entry_computation(module).instructions
-            if not each.metadata.source_file.endswith(tuple(FLOAT64_SOURCES))
+            if not any(source in each.metadata.source_file for source in FLOAT64_SOURCES)
             and any(hlo_proto.element_name(shape) in ("f64", "c128") for shape in hlo_proto.arrays(each.shape))
         ),
         state_faults=tuple(_state_faults(module, states, parameters, aliases)),
