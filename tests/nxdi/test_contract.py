@@ -218,8 +218,8 @@ def test_another_port_is_noticed(
 def test_a_change_of_the_real_nxdi_is_named(
     sources: dict[str, str], record: Contract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Puts stand-ins in the place of a missing Neuron SDK.
-    import nxdi_qwen.modeling.nxdi  # noqa: F401  # isort: skip
+    # All of NxDI is imported before it is changed here: a module first imported meanwhile would keep what it found.
+    import nxdi_qwen.modeling.nxdi.causal_lm  # noqa: F401  # isort: skip
     from neuronx_distributed_inference.models import model_wrapper
 
     def pad_inputs(self: Any, *args: Any, pad: str = "first_fit") -> None: ...
