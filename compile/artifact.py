@@ -24,9 +24,11 @@ from pathlib import Path
 import torch
 
 from nxdi_qwen.compile.manifest import MANIFEST_FILE, Manifest, WeightsEntry, current_machine
+from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.partition import Parallel
 from nxdi_qwen.modeling.weights import Specs, rank_metadata, read_header, weight_specs
+from nxdi_qwen.modeling.weights.write import rank_file
 
 GRAPHS = "graphs"
 WEIGHTS = "weights"
@@ -35,8 +37,20 @@ _PARTIAL = ".partial-"
 
 
 def weights_file(rank: int) -> str:
-    """Below the artifact; the name is the one that NxDI loads."""
-    return f"{WEIGHTS}/tp{rank}_sharded_checkpoint.safetensors"
+    """Below the artifact."""
+    return f"{WEIGHTS}/{rank_file(rank)}"
+
+
+def copy_text_files(source: ModelSource, folder: Path) -> dict[str, str]:
+    """Copies the tokenizer; returns the files' names below `folder` with their hashes."""
+    hashes = {}
+    for path in source.text_files:
+        assert source.folder is not None
+        name = f"{TOKENIZER}/{path.relative_to(source.folder)}"
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+        hashes[name] = file_sha256(folder / name)
+    return hashes
 
 
 def current_libraries() -> dict[str, str]:

@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 
 from nxdi_qwen.compile.artifact import (
     GRAPHS,
-    TOKENIZER,
     WEIGHTS,
+    copy_text_files,
     current_libraries,
     file_sha256,
     weights_entry,
@@ -129,7 +129,7 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
             state=describe_tensors(description),
             graphs=graphs,
             weights=tuple(weights_entry(folder, rank) for rank in range(options.degree)),
-            text_files=_copy_text_files(source, folder),
+            text_files=copy_text_files(source, folder),
             libraries=current_libraries(),
             machine=current_machine(),
         )
@@ -202,15 +202,3 @@ def _load(path: Path, optimized: bool) -> Callable[..., Any]:
     if optimized:
         return torch._inductor.aoti_load_package(str(path))
     return torch.export.load(path).module()
-
-
-def _copy_text_files(source: ModelSource, folder: Path) -> dict[str, str]:
-    """Copies the tokenizer; returns the files' names below `folder` with their hashes."""
-    hashes = {}
-    for path in source.text_files:
-        assert source.folder is not None
-        name = f"{TOKENIZER}/{path.relative_to(source.folder)}"
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
-        hashes[name] = file_sha256(folder / name)
-    return hashes

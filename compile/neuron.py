@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-from nxdi_qwen.compile.artifact import TOKENIZER, written_atomically
+from nxdi_qwen.compile.artifact import copy_text_files, written_atomically
 from nxdi_qwen.compile.neuron_options import NeuronOptions
 from nxdi_qwen.compile.source import DTYPES, ModelSource
 
@@ -55,8 +54,4 @@ def compile_neuron(source: ModelSource, out: Path, options: NeuronOptions) -> No
     application = application_of(source, options)
     with written_atomically(out) as folder:
         application.compile(str(folder))
-        for path in source.text_files:
-            assert source.folder is not None
-            copy = folder / TOKENIZER / path.relative_to(source.folder)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, copy)
+        copy_text_files(source, folder)

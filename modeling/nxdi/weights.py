@@ -20,7 +20,7 @@ from nxdi_qwen.modeling.partition import Cut, Parallel, take_part
 from nxdi_qwen.modeling.rope_frequencies import rope_inv_freq
 from nxdi_qwen.modeling.weights.blocks import Account, Block, collect, share
 from nxdi_qwen.modeling.weights.layout import RANK, ROPE, Specs, weight_cuts, weight_specs
-from nxdi_qwen.modeling.weights.write import RankLayout, rank_metadata, write_files
+from nxdi_qwen.modeling.weights.write import RankLayout, rank_file, rank_metadata, write_files
 
 _logger = logging.getLogger("Neuron")  # NxDI's, so that a user sees one log
 
@@ -74,11 +74,6 @@ def _experts(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _rank_names(degree: int) -> list[str]:
     """The tensors that tell a traced graph which rank runs it."""
     return ["rank_util.rank", *(["embed_tokens.rank_util.rank"] if degree > 1 else [])]
-
-
-def rank_file(rank: int) -> str:
-    """The name under which NxDI looks for a rank's weights, in the folder `weights` of a compiled model."""
-    return f"tp{rank}_sharded_checkpoint.safetensors"
 
 
 def write_nxdi_ranks(

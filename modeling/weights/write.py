@@ -24,6 +24,11 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 64  # of the data's start, so that a mapped file gives aligned tensors
 
 
+def rank_file(rank: int) -> str:
+    """The name of a rank's weights, below the folder `weights`: the one under which NxDI looks for them."""
+    return f"tp{rank}_sharded_checkpoint.safetensors"
+
+
 def rank_metadata(parallel: Parallel) -> dict[str, str]:
     """What the header of a rank's file says about it."""
     place = {"rank": parallel.rank, "degree": parallel.degree, "expert_degree": parallel.expert_degree}
