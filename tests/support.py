@@ -23,6 +23,7 @@ from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.model import Batch, HybridCausalLM, State, text_positions
 from nxdi_qwen.modeling.state import StateDescription, describe_state
 from nxdi_qwen.modeling.weights import Checkpoint, plan_weights, stream_weights
+from tests.comparison import bits, relative
 from tests.hf_fixtures import hf_model, prompt_ids, reference_logits, reference_steps, save_checkpoint
 
 TOLERANCE = 1e-5
@@ -233,11 +234,6 @@ class Engine:
         ]
 
 
-def bits(x: Tensor) -> Tensor:
-    """`x` as integers: equal exactly if every bit is, NaN included."""
-    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
-
-
 @functools.cache
 def tokens_of(name: str, seed: int) -> Tensor:
     """The token ids [340] of which prompt `seed` of a fixture is the beginning."""
@@ -255,11 +251,6 @@ def reference_decode(name: str, seed: int, length: int) -> Tensor:
     """Logits [1 + 24, V] after a prompt and after each of the 24 tokens that follow it, fed one by one."""
     ids = tokens_of(name, seed)
     return reference_steps(hf_model(name), ids[:length], ids[length : length + DECODE_STEPS]).logits
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest entry of `expected`; NaN anywhere makes it NaN, which no bound lets pass."""
-    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: object) -> None:

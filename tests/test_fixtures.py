@@ -13,6 +13,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from tests.byte_tokenizer import IM_END_ID, PAD_ID
+from tests.comparison import relative
 from tests.hf_fixtures import (
     FIXTURES,
     hf_model,
@@ -33,10 +34,6 @@ NESTED = [
     if FIXTURES[name].family == "qwen3_5_moe" or (FIXTURES[name].family == "qwen3_5" and not stacked)
 ]
 FLAT = [(name, False) for name in NAMES if FIXTURES[name].family == "qwen3_next"] + NESTED
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
 
 
 @functools.cache

@@ -10,9 +10,9 @@ import torch
 from transformers import DynamicCache
 
 from nxdi_qwen.modeling.model import HybridCausalLM
+from tests.comparison import relative
 from tests.hf_fixtures import hf_model
 from tests.modeling.ported import batch_of, empty_state, port
-from tests.support import relative
 from tests.twin import TwinModel
 
 STEPS = 2000

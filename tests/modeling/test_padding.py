@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.comparison import bits
 from tests.hf_fixtures import FIXTURES, IM_END_ID, PAD_ID, hf_model, reference_logits
 from tests.scenarios import LAYOUTS
-from tests.support import Engine, Forward, Prefilled, assert_close, bits, eager, exported, tokens_of
+from tests.support import Engine, Forward, Prefilled, assert_close, eager, exported, tokens_of
 
 UNUSED_ID = 271  # in no prompt of this file; the last one, so that a tied head's column of it is easy to leave out
 POISONS = (math.nan, math.inf)

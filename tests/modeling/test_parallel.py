@@ -19,9 +19,9 @@ from nxdi_qwen.modeling.model import DecoderLayer, text_positions
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.parallel import ColumnParallelLinear, ParallelLayers, RowParallelLinear, parameter_cuts
 from nxdi_qwen.modeling.partition import Over, Parallel, even, take_part
+from tests.comparison import relative
 from tests.hf_fixtures import FIXTURES, hf_model
 from tests.modeling.ported import ported_model
-from tests.support import relative
 
 RANKS, ROWS, TOKENS, HELD = 2, 3, 9, 6
 RANK = torch.tensor([0])  # of each half, which is a whole model to itself

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests import scenarios
+from tests.comparison import bits
 from tests.hf_fixtures import FIXTURES, hf_model, nested_model, reference_logits
 from tests.scenarios import GROUPS, LAYOUTS, LENGTHS, PREFIXES
 from tests.support import (
@@ -15,7 +16,6 @@ from tests.support import (
     EagerForward,
     Engine,
     assert_close,
-    bits,
     eager,
     load,
     reference_decode,

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.comparison import relative
 from tests.hf_fixtures import FIXTURES, Spec, hf_model, model_of, prompt_ids, reference_logits
 from tests.modeling.ported import batch_of, empty_state, port
-from tests.support import relative
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

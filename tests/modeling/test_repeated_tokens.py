@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nxdi_qwen.modeling.state import describe_state
+from tests.comparison import relative
 from tests.hf_fixtures import hf_model, reference_logits, reference_steps
 from tests.modeling.ported import batch_of, empty_state, ported_model, step_by_step
-from tests.support import relative
 from tests.twin import TwinModel, TwinOutput
 
 LENGTH = 300

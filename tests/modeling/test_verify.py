@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from nxdi_qwen.modeling.model import State, text_positions
+from tests.comparison import relative
 from tests.hf_fixtures import hf_model, prompt_ids, reference_logits, reference_steps
 from tests.modeling.ported import batch_of, empty_state, owned_state, ported_model, step_by_step
-from tests.support import relative
 
 MAX_LENGTH, SLOTS = 210, 5
 NAMES = ["qwen3_next", "qwen3_next_mixed", "qwen3_5_tied", "qwen3_5_moe"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tests.comparison import bits, relative
 from tests.nxdi.references import write_checkpoint
 
 if TYPE_CHECKING:
@@ -186,17 +187,6 @@ class Requests:
         return logits[:, -1]
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference over the largest entry of `expected`; NaN anywhere makes it NaN, which no bound lets pass."""
-    assert actual.shape == expected.shape
-    return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
-
-
 def assert_close(actual: Tensor, expected: Tensor, what: object) -> None:
     error = relative(actual, expected)
     assert error <= TOLERANCE, f"{what}: rel {error:.2e}"
-
-
-def bits(x: Tensor) -> Tensor:
-    """`x` as integers: equal exactly if every bit is, NaN included."""
-    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,13 +17,10 @@ from torch import Tensor, distributed
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig, HybridNeuronConfig  # isort: skip
 from neuronx_distributed.parallel_layers import parallel_state
 from neuronx_distributed_inference.models import application_base
-from neuronx_distributed_inference.models.model_wrapper import CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
 
 from nxdi_qwen.compile.hlo import lower_application
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.nxdi.causal_lm import NeuronHybridForCausalLM
-
-CONTEXT, DECODE = CONTEXT_ENCODING_MODEL_TAG, TOKEN_GENERATION_MODEL_TAG
 
 
 def application(checkpoint: Path, **options: Any) -> NeuronHybridForCausalLM:
@@ -80,31 +77,3 @@ class LoweredApplication:
         for graph in self.graphs.values():
             self.values |= {name: weights.get(name, value) for name, value in graph.values.items()}
         self.state_names = list(next(iter(self.graphs.values())).aliases)
-
-    def run(
-        self,
-        tag: str,
-        bucket: int,
-        tokens: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        slots: Sequence[int],
-        block_table: Tensor | None = None,
-    ) -> list[Tensor]:
-        """One call of a graph, whose batch size must be that of `tokens`; rows are padded on the right to the bucket.
-
-        `starts`: tokens in front of each row's; `slots`: -1 for an idle row. Returns all outputs of the graph.
-        """
-        wrapper = next(model for model in self.application.models if model.tag == tag)
-        example = wrapper.input_generator()[wrapper.neuron_config.buckets.index(bucket)]
-        width = example[0].shape[1]
-        ids, mask, positions = (torch.zeros_like(example[number]) for number in range(3))
-        positions += 1  # as NxDI pads them
-        for row, (own, start) in enumerate(zip(tokens, starts, strict=True)):
-            ids[row, : len(own)] = torch.tensor(own)
-            positions[row, : len(own)] = torch.arange(start, start + len(own))
-            mask[row, : len(own) if mask.shape[1] == width else start + len(own)] = 1
-        seq_ids = torch.tensor(slots, dtype=example[3].dtype)
-        inputs = [ids, mask, positions, seq_ids, *example[4:]]
-        if block_table is not None:
-            inputs[-1] = block_table.to(torch.int32)
-        return self.graphs[tag, bucket].run(inputs, self.values)

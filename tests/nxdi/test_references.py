@@ -21,6 +21,7 @@ from nxdi_qwen.compile.executor import EagerExecutor
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.errors import InputError
+from tests.comparison import relative
 from tests.nxdi import references
 from tests.nxdi.references import (
     DECODE_STEPS,
@@ -41,11 +42,6 @@ needs_hugging_face = pytest.mark.skipif(
 CASES = [
     (name, case) for name in FAMILY_NAMES for case in ("bfloat16", "all_experts") if getattr(reference(name), case)
 ]
-
-
-def relative(actual: Tensor, expected: Tensor) -> float:
-    assert actual.shape == expected.shape
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 @functools.cache

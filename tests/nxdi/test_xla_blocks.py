@@ -8,18 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.nxdi.hosted import (
-    BLOCKS,
-    CONTEXT,
-    CONTINUATION,
-    DECODE,
-    ONE_BUCKET,
-    VERIFY,
-    Hosted,
-    assert_close,
-    bits,
-    lowered,
-)
+from tests.comparison import bits
+from tests.nxdi.hosted import BLOCKS, CONTEXT, CONTINUATION, DECODE, ONE_BUCKET, VERIFY, Hosted, assert_close, lowered
 from tests.nxdi.references import FAMILY_NAMES, reference
 
 pytestmark = pytest.mark.nxdi

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.comparison import relative
 from tests.nxdi.hosted import (
     BLOCKS,
     CONTEXT,
@@ -17,7 +18,6 @@ from tests.nxdi.hosted import (
     Requests,
     assert_close,
     lowered,
-    relative,
 )
 from tests.nxdi.references import FAMILY_NAMES, Prompt, reference
 

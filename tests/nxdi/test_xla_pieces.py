@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.nxdi.hosted import BUCKETS, TOLERANCE, Hosted, lowered, relative
+from tests.comparison import relative
+from tests.nxdi.hosted import BUCKETS, TOLERANCE, Hosted, lowered
 from tests.nxdi.references import reference
 
 pytestmark = pytest.mark.nxdi

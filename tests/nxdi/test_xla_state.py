@@ -6,18 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.nxdi.hosted import (
-    BLOCKS,
-    CONTEXT,
-    CONTINUATION,
-    DECODE,
-    ONE_BUCKET,
-    VERIFY,
-    Hosted,
-    Requests,
-    bits,
-    lowered,
-)
+from tests.comparison import bits
+from tests.nxdi.hosted import BLOCKS, CONTEXT, CONTINUATION, DECODE, ONE_BUCKET, VERIFY, Hosted, Requests, lowered
 from tests.nxdi.references import DECODE_STEPS, FAMILY_NAMES, NAMES, reference
 
 pytestmark = pytest.mark.nxdi

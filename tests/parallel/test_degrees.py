@@ -13,10 +13,11 @@ import torch
 
 from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.partition import Parallel, query_heads, value_heads
+from tests.comparison import relative
 from tests.parallel.faults import FAULTS, Case
 from tests.parallel.launch import CASES, DEGREES, EXPORTED, SPECS, Results, finish, results, started
 from tests.parallel.worker import DECODE_STEPS, ROW_LENGTHS, Report
-from tests.support import TOLERANCE, assert_close, relative
+from tests.support import TOLERANCE, assert_close
 
 pytestmark = pytest.mark.slow
 ALL_CASES = [(degree, case) for degree in DEGREES for case in CASES[degree]]

@@ -14,9 +14,9 @@ from torch import Tensor
 from nxdi_qwen.modeling.ops.experts import experts_by_block, experts_by_token
 from nxdi_qwen.modeling.parallel import VocabParallelEmbedding, all_gather, all_reduce
 from nxdi_qwen.modeling.partition import SINGLE, Parallel
+from tests.comparison import relative
 from tests.parallel.launch import DEGREES, Results, results
 from tests.parallel.seam_checks import normal
-from tests.support import relative
 
 EXPERTS, INNER, HIDDEN, TOP_K = 8, 6, 10, 3
 FORMS = [experts_by_token, experts_by_block]

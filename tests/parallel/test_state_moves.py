@@ -14,10 +14,11 @@ from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.model import State
 from nxdi_qwen.modeling.partition import SINGLE, Parallel, even
 from nxdi_qwen.modeling.state import StateDescription, StateTensor, cut_state, describe_state, merge_state
+from tests.comparison import bits, relative
 from tests.parallel.faults import FAULTS, Case
 from tests.parallel.launch import MOVE_DEGREES, MOVES, Results, results
 from tests.parallel.worker import MAX_LENGTH, MOVED, SLOTS, rank_states
-from tests.support import TOLERANCE, assert_close, bits, relative
+from tests.support import TOLERANCE, assert_close
 
 pytestmark = pytest.mark.slow
 PAIRS = list(itertools.product(MOVE_DEGREES, MOVE_DEGREES))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.presets import PRESETS
+from tests.comparison import relative
 from tests.hf_fixtures import hf_model, measured_decay, prompt_ids
-from tests.support import relative
 from tests.true_sizes import measure_gpu
 from tests.true_sizes.measure_gpu import measure
 from tests.true_sizes.runs import our_side, step_by_step, texts, their_side

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import relative
+from tests.comparison import relative
 from tests.true_sizes.runs import Run, Side, Text, our_side, step_by_step, their_side
 from tests.true_sizes.shared_model import Pair, in_float32
 

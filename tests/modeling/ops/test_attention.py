@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
 from nxdi_qwen.modeling.ops.attention import append_to_cache, cached_attention
-from tests.support import relative
+from tests.comparison import relative
 
 KV_HEADS, DIM, LENGTH = 2, 16, 90
 POISONS = [float("nan"), float("inf"), float("-inf"), 1e30]

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn
 
 from nxdi_qwen.modeling.ops.convolution import causal_convolution
-from tests.support import relative
+from tests.comparison import relative
 
 CHANNELS = 14
 KERNELS = [3, 4, 5]

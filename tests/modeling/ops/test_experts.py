@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextExperts,
 
 from nxdi_qwen.modeling.ops import experts as ops
 from nxdi_qwen.modeling.ops.experts import block_size, experts_by_block, experts_by_token, route
-from tests.support import relative
+from tests.comparison import relative
 
 HIDDEN, INNER = 20, 12
 FORMS = [experts_by_token, experts_by_block]

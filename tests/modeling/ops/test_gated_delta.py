@@ -15,7 +15,7 @@ from nxdi_qwen.modeling.ops.gated_delta import (
     gated_delta_verify,
     unit_lower_inverse,
 )
-from tests.support import relative
+from tests.comparison import relative
 from tests.twin import gated_delta_recurrence
 
 MASKS = ChunkMasks.build(torch.device("cpu"))
