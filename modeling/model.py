@@ -14,7 +14,6 @@ from nxdi_qwen.modeling.layers.context import Context, LayerState, Way
 from nxdi_qwen.modeling.layers.gated_delta_net import GatedDeltaNet
 from nxdi_qwen.modeling.layers.mlp import SparseMoE, SwiGLU
 from nxdi_qwen.modeling.layers.norm import ZeroCenteredRMSNorm
-from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.ops.rotary import rotary_cos_sin
 from nxdi_qwen.modeling.ops.tokens import take_tokens
 from nxdi_qwen.modeling.parallel import ParallelLayers, VocabParallelEmbedding, VocabParallelHead
@@ -137,23 +136,16 @@ class HybridCausalLM(nn.Module):
         `checkpoints`: multiples of the chunk below T after which the state is wanted as well, counted in valid tokens
         of this batch.
         """
-        # Valid tokens move to the front once, here, so that every operation only ever sees padding on the right.
-        tokens = batch.input_ids.shape[1]
-        index = torch.arange(tokens, device=batch.input_ids.device)
-        order = torch.argsort(torch.where(batch.valid, index, index + tokens), dim=1)
-        compact = batch._replace(
-            input_ids=batch.input_ids.gather(1, order),
-            rope_positions=batch.rope_positions.gather(2, order.expand(3, -1, -1)),
-        )
-        hidden, states = self._layers(compact, state, Way.PREFILL, (*checkpoints, tokens))
-        last = (batch.valid.sum(dim=1) - 1).clamp(min=0)[:, None]
-        logits = self.head(take_tokens(hidden, last)[:, 0])
-        return PrefillOutput(logits, take_tokens(hidden, torch.argsort(order, dim=1)), states[-1], states[:-1])
+        input_ids, rope_positions, order = valid_first(batch.input_ids, batch.valid, batch.rope_positions)
+        compact = batch._replace(input_ids=input_ids, rope_positions=rope_positions)
+        x, states = self._layers(compact, state, Way.PREFILL, (*checkpoints, input_ids.shape[1]))
+        last, hidden = take_last(self.norm(x), batch.valid.sum(dim=1), order)
+        return PrefillOutput(self.head(last), hidden, states[-1], states[:-1])
 
     def decode(self, batch: Batch, state: State) -> tuple[Tensor, State]:
         """Token generation: one token a row (T = 1). Returns logits [B, V] and the new state."""
-        hidden, states = self._layers(batch, state, Way.DECODE, (1,))
-        return self.head(hidden[:, 0]), states[-1]
+        x, states = self._layers(batch, state, Way.DECODE, (1,))
+        return self.head(self.norm(x)[:, 0]), states[-1]
 
     def verify(self, batch: Batch, state: State) -> tuple[Tensor, list[State]]:
         """A few tokens a row, valid tokens first: logits [B, T, V], and the state after each of the T tokens.
@@ -162,32 +154,53 @@ class HybridCausalLM(nn.Module):
         keeps its last.
         """
         tokens = batch.input_ids.shape[1]
-        hidden, states = self._layers(batch, state, Way.VERIFY, tuple(range(1, tokens + 1)))
-        return self.head(hidden), states
+        x, states = self._layers(batch, state, Way.VERIFY, tuple(range(1, tokens + 1)))
+        return self.head(self.norm(x)), states
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] in the model's dtype from normed hidden states [..., H]."""
         return self.lm_head(hidden, self.embed_tokens.weight)
 
     def _layers(self, batch: Batch, state: State, way: Way, ends: tuple[int, ...]) -> tuple[Tensor, list[State]]:
-        """Everything before the head, valid tokens first: normed hidden states [B, T, H], and the state after each
-        of `ends`.
-        """
-        lengths = batch.valid.sum(dim=1)
-        index = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        """Everything before the last norm, valid tokens first: x [B, T, H], and the state after each of `ends`."""
         cos, sin = self.rope(batch.rope_positions)
-        masks = ChunkMasks.build(index.device)
-        context = Context(way, batch.start, lengths, index < lengths[:, None], cos, sin, ends, masks, self.rank)
-        active = lengths > 0
-
+        context = Context.build(way, batch.start, batch.valid.sum(dim=1), cos, sin, ends, self.rank)
         x = self.embed_tokens(batch.input_ids, self.rank)
         states: list[State] = [[] for _ in ends]
         for number, layer in enumerate(self.layers):
-            old = state[2 * number : 2 * number + 2]
-            rows = tuple(read_slots(tensor, batch.slots, batch.start) for tensor in old)
-            x, new = layer(x, rows, context)
+            x, new = run_layer(layer, x, state[2 * number : 2 * number + 2], context, batch.slots)
             for collected, pair in zip(states, new, strict=True):
-                collected.extend(
-                    write_slots(tensor, row, batch.slots, active) for tensor, row in zip(old, pair, strict=True)
-                )
-        return self.norm(x), states
+                collected.extend(pair)
+        return x, states
+
+
+def valid_first(input_ids: Tensor, valid: Tensor, rope_positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch with every row's valid tokens in front, so that every operation only ever sees padding on the right:
+    ids [B, T], positions [3, B, T], and the order [B, T] in which the tokens were taken.
+    """
+    tokens = input_ids.shape[1]
+    index = torch.arange(tokens, device=input_ids.device)
+    order = torch.argsort(torch.where(valid, index, index + tokens), dim=1)
+    return input_ids.gather(1, order), rope_positions.gather(2, order.expand(3, -1, -1)), order
+
+
+def run_layer(
+    layer: nn.Module, x: Tensor, state: State, context: Context, slots: Tensor | None
+) -> tuple[Tensor, list[State]]:
+    """One layer between the slots that its state [S, ...] is read from and written to: the new x, and the layer's two
+    tensors after each of `context.ends` tokens.
+    """
+    rows = tuple(read_slots(tensor, slots, context.start) for tensor in state)
+    x, after = layer(x, rows, context)
+    active = context.lengths > 0
+    return x, [
+        [write_slots(tensor, row, slots, active) for tensor, row in zip(state, pair, strict=True)] for pair in after
+    ]
+
+
+def take_last(hidden: Tensor, lengths: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `hidden` [B, T, H], valid tokens first: the last valid token of every row [B, H], and all tokens in the order
+    that `valid_first` found them in.
+    """
+    last = take_tokens(hidden, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+    return last, take_tokens(hidden, torch.argsort(order, dim=1))

@@ -34,6 +34,7 @@ class Fault:
 
 MODEL, STATE = "modeling/model.py", "modeling/state.py"
 DELTA, CONVOLUTION = "modeling/ops/gated_delta.py", "modeling/ops/convolution.py"
+SCAN = "modeling/ops/chunk_scan.py"
 ATTENTION, EXPERTS = "modeling/ops/attention.py", "modeling/ops/experts.py"
 NORMS, ROTARY = "modeling/ops/normalization.py", "modeling/ops/rotary.py"
 GDN_LAYER, ATTENTION_LAYER = "modeling/layers/gated_delta_net.py", "modeling/layers/attention.py"
@@ -70,7 +71,7 @@ FAULTS = (
     Fault(
         "padding mask",
         "padded positions run through the gated delta rule like tokens",
-        (Edit(DELTA, "return torch.where(valid, x.to(torch.float32), 0.0)", "return x.to(torch.float32)"),),
+        (Edit(DELTA, "return torch.where(valid, x, 0.0).to(torch.float32)", "return x.to(torch.float32)"),),
         "qwen3_next",
         ragged,
         (ragged_test("qwen3_next"),),
@@ -167,14 +168,13 @@ FAULTS = (
         (
             Edit(
                 ATTENTION,
-                "scores = query.reshape(rows * kv_heads, groups * tokens, dim) @ key.reshape(-1, length, dim)"
-                ".transpose(1, 2)",
-                "scores = query @ key.repeat(1, groups, 1, 1).transpose(2, 3)",
+                "query.reshape(rows * kv_heads, groups * tokens, dim), key.reshape(-1, length, dim).transpose(1, 2)",
+                "query.reshape(-1, tokens, dim), key.repeat(1, groups, 1, 1).reshape(-1, length, dim).transpose(1, 2)",
             ),
             Edit(
                 ATTENTION,
-                "out = weights.reshape(rows * kv_heads, groups * tokens, length) @ value.reshape(-1, length, dim)",
-                "out = weights @ value.repeat(1, groups, 1, 1)",
+                "weights.reshape(rows * kv_heads, groups * tokens, length), value.reshape(-1, length, dim)",
+                "weights.reshape(-1, tokens, length), value.repeat(1, groups, 1, 1).reshape(-1, length, dim)",
             ),
         ),
         "qwen3_next",
@@ -247,7 +247,7 @@ FAULTS = (
     Fault(
         "chunk boundary: decay",
         "the state is carried over a chunk without that chunk's decay",
-        (Edit(DELTA, "carried = carried * from_start[:, n, -1:] + ", "carried = carried + "),),
+        (Edit(SCAN, "state = from_start[:, -1:] * state + ", "state = state + "),),
         "qwen3_5",
         alone,
         (one_row_test("qwen3_5", 129), ragged_test("qwen3_5")),
@@ -255,7 +255,7 @@ FAULTS = (
     Fault(
         "chunk boundary: decay twice",
         "the chunk's decay is applied twice to the carried state",
-        (Edit(DELTA, "carried * from_start[:, n, -1:]", "carried * from_start[:, n, -1:] ** 2"),),
+        (Edit(SCAN, "from_start[:, -1:] * state", "from_start[:, -1:] ** 2 * state"),),
         "qwen3_5_tied",
         alone,
         (one_row_test("qwen3_5_tied", 129), ragged_test("qwen3_5_tied")),
@@ -263,7 +263,13 @@ FAULTS = (
     Fault(
         "chunk boundary: restart",
         "the outputs of every chunk but the first leave out the state before it",
-        (Edit(DELTA, "incoming.append(carried)", "incoming.append(carried if n == 0 else carried * 0.0)"),),
+        (
+            Edit(
+                SCAN,
+                "from_start * torch.bmm(query, state) + ",
+                "(from_start * torch.bmm(query, state) if n == 0 else 0.0) + ",
+            ),
+        ),
         "qwen3_5_moe",
         alone,
         (one_row_test("qwen3_5_moe", 65),),
@@ -271,7 +277,7 @@ FAULTS = (
     Fault(
         "continuation: delta",
         "a chunk's writes do not take away what the incoming state recalls",
-        (Edit(DELTA, "writes.append(written[:, n] - erased[:, n] @ carried)", "writes.append(written[:, n])"),),
+        (Edit(SCAN, "writes = written - torch.bmm(erased, state)", "writes = written"),),
         "qwen3_next",
         cut,
         (cut_test("qwen3_next"),),
@@ -290,8 +296,8 @@ FAULTS = (
         (
             Edit(
                 MODEL,
-                "return self.norm(x), states",
-                "return self.norm(x), [[new[2], new[1], new[0], *new[3:]] for new in states]",
+                "        return x, states\n",
+                "        return x, [[new[2], new[1], new[0], *new[3:]] for new in states]\n",
             ),
         ),
         "qwen3_next",

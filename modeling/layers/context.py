@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
@@ -38,3 +39,11 @@ class Context:
     ends: tuple[int, ...]
     masks: ChunkMasks
     rank: Tensor
+
+    @classmethod
+    def build(
+        cls, way: Way, start: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, ends: tuple[int, ...], rank: Tensor
+    ) -> Context:
+        """With what follows from the rest: the mask and the triangles."""
+        valid = torch.arange(cos.shape[1], device=cos.device) < lengths[:, None]
+        return cls(way, start, lengths, valid, cos, sin, ends, ChunkMasks.build(cos.device), rank)

@@ -63,7 +63,7 @@ class GatedDeltaNet(nn.Module):
         """
         rows, tokens, _ = x.shape
         mixed = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        taps = torch.cat([self.q_conv.weight, self.k_conv.weight, self.v_conv.weight])
+        taps = torch.cat([conv.weight.transpose(0, 1) for conv in (self.q_conv, self.k_conv, self.v_conv)], dim=1)
         mixed, conv_states = causal_convolution(mixed, taps, state[1], context.lengths, context.ends)
         keys_end = 2 * self.local_key_dim
         query = mixed[..., : self.local_key_dim].reshape(rows, tokens, -1, self.key_head_dim)

@@ -17,7 +17,6 @@ from nxdi_qwen.modeling.nxdi.cache import HybridBlockCacheManager, HybridCacheMa
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig
 from nxdi_qwen.modeling.nxdi.moe import NxdSparseMoE
 from nxdi_qwen.modeling.nxdi.parallel import NxdParallelLayers
-from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.ops.tokens import take_tokens
 from nxdi_qwen.modeling.state import StateDescription, describe_state
 
@@ -126,17 +125,8 @@ class NeuronHybridModel(NeuronBaseModel):
         else:
             positions = rotary_position_ids.to(torch.int64).expand(3, rows, tokens)
         cos, sin = self.rope(positions)
-        context = Context(
-            way=way,
-            start=start,
-            lengths=lengths,
-            valid=index < lengths[:, None],
-            cos=cos,
-            sin=sin,
-            ends=tuple(range(1, tokens + 1)) if way is Way.VERIFY else (tokens,),
-            masks=ChunkMasks.build(index.device),
-            rank=self.rank_util.get_rank().to(torch.int64),
-        )
+        ends = tuple(range(1, tokens + 1)) if way is Way.VERIFY else (tokens,)
+        context = Context.build(way, start, lengths, cos, sin, ends, self.rank_util.get_rank().to(torch.int64))
         access = {
             "seq_ids": slots,
             "seq_len": self._visible_positions(),

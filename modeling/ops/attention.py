@@ -50,10 +50,12 @@ def _attention_block(query: Tensor, key: Tensor, value: Tensor, token_position: 
     kv_heads, length = key.shape[1:3]
     groups = heads // kv_heads
     visible = torch.arange(length, device=key.device) <= token_position[:, :, None]  # [B, T, L]
-    scores = query.reshape(rows * kv_heads, groups * tokens, dim) @ key.reshape(-1, length, dim).transpose(1, 2)
+    scores = torch.bmm(
+        query.reshape(rows * kv_heads, groups * tokens, dim), key.reshape(-1, length, dim).transpose(1, 2)
+    )
     scores = scores.reshape(rows, heads, tokens, length).to(torch.float32) * dim**-0.5
     # Position 0 is always visible, so no row is empty and the smallest float needs no infinity.
     scores = torch.where(visible[:, None], scores, torch.finfo(torch.float32).min)
     weights = torch.softmax(scores, dim=-1).to(value.dtype)
-    out = weights.reshape(rows * kv_heads, groups * tokens, length) @ value.reshape(-1, length, dim)
+    out = torch.bmm(weights.reshape(rows * kv_heads, groups * tokens, length), value.reshape(-1, length, dim))
     return out.reshape(rows, heads, tokens, dim).transpose(1, 2)

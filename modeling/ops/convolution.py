@@ -16,20 +16,24 @@ def causal_convolution(
 ) -> tuple[Tensor, list[Tensor]]:
     """Convolution along the tokens, then silu.
 
-    `x` [B, T, C] in the model's dtype, valid tokens first; `weight` [C, K]; `state` [B, C, K - 1], the last inputs
-    before `x`, oldest first, zeros before the first token of a prompt; `lengths` [B] valid tokens. Returns the output
-    [B, T, C] in the dtype of `x`, and for every entry of `ends` the state after that many tokens, or after the last
-    valid one where a row is shorter. Sums in float32, rounded to the model's dtype once before silu, as torch's own
-    convolution does.
+    `x` [B, T, C] in the model's dtype, valid tokens first; `weight` [K, C], the oldest input's tap first; `state` [B,
+    C, K - 1], the last inputs before `x`, oldest first, zeros before the first token of a prompt; `lengths` [B] valid
+    tokens. Returns the output [B, T, C] in the dtype of `x`, and for every entry of `ends` the state after that many
+    tokens, or after the last valid one where a row is shorter. Sums in float32, rounded to the model's dtype once
+    before silu, as torch's own convolution does.
     """
-    kernel = weight.shape[1]
+    kernel = weight.shape[0]
     tokens = x.shape[1]
     window = torch.cat([state.transpose(1, 2), x], dim=1)  # [B, K - 1 + T, C]
     taps = weight.to(torch.float32)
-    out = window[:, :tokens].to(torch.float32) * taps[:, 0]
+    out = window[:, :tokens].to(torch.float32) * taps[0]
     for i in range(1, kernel):
-        out = out + window[:, i : i + tokens].to(torch.float32) * taps[:, i]
-    states = [_tail(window, lengths.clamp(max=end), kernel) for end in ends]
+        out = out + window[:, i : i + tokens].to(torch.float32) * taps[i]
+    if tokens == 1:
+        shifted = torch.cat([state[..., 1:], x.transpose(1, 2)], dim=2)
+        states = [torch.where(lengths[:, None, None] > 0, shifted, state)]
+    else:
+        states = [_tail(window, lengths.clamp(max=end), kernel) for end in ends]
     return functional.silu(out.to(x.dtype)), states
 
 

@@ -16,7 +16,6 @@ from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.layers.context import Context, Way
 from nxdi_qwen.modeling.model import DecoderLayer, text_positions
-from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks
 from nxdi_qwen.modeling.parallel import ColumnParallelLinear, ParallelLayers, RowParallelLinear, parameter_cuts
 from nxdi_qwen.modeling.partition import Over, Parallel, even, take_part
 from tests.comparison import relative
@@ -130,8 +129,7 @@ def make_context(name: str) -> Context:
     start = torch.full((ROWS,), HELD)
     valid = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     cos, sin = ported_model(name).rope(text_positions(start, valid))
-    lengths = valid.sum(dim=1)
-    return Context(Way.PREFILL, start, lengths, valid, cos, sin, (TOKENS,), ChunkMasks.build(torch.device("cpu")), RANK)
+    return Context.build(Way.PREFILL, start, valid.sum(dim=1), cos, sin, (TOKENS,), RANK)
 
 
 def cut_conv(state: Tensor, config: ModelConfig, rank: int) -> Tensor:

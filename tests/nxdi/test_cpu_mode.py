@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.layers.context import Context
 from tests.nxdi.calls import (
     Requests,
     check,
@@ -161,14 +163,13 @@ def valid_by_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def everything_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    import nxdi_qwen.modeling.nxdi.model as port
+    original = Context.build
 
-    original = port.Context
+    def broken(*arguments: Any) -> Context:
+        context = original(*arguments)
+        return dataclasses.replace(context, valid=torch.ones_like(context.valid))
 
-    def broken(**kwargs: Any) -> Any:
-        return original(**kwargs | {"valid": torch.ones_like(kwargs["valid"])})
-
-    monkeypatch.setattr(port, "Context", broken)
+    monkeypatch.setattr(Context, "build", broken)
 
 
 def state_not_threaded(monkeypatch: pytest.MonkeyPatch) -> None:

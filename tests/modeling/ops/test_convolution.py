@@ -40,7 +40,7 @@ def lengths_of(*lengths: int) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 65])
 def test_from_nothing(tokens: int, kernel: int) -> None:
     x, weight, state = make(3, tokens, kernel)
-    out, states = causal_convolution(x, weight, state, lengths_of(tokens, tokens, tokens), (tokens,))
+    out, states = causal_convolution(x, weight.T, state, lengths_of(tokens, tokens, tokens), (tokens,))
     assert relative(out, hf_convolution(x, weight)) < 1e-6
     assert len(states) == 1
     for row in range(3):
@@ -54,7 +54,7 @@ def test_continuation(pieces: tuple[int, ...], kernel: int) -> None:
     outputs, begin = [], 0
     for size in pieces:
         part = x[:, begin : begin + size]
-        out, (state,) = causal_convolution(part, weight, state, lengths_of(size, size, size), (size,))
+        out, (state,) = causal_convolution(part, weight.T, state, lengths_of(size, size, size), (size,))
         outputs.append(out)
         begin += size
     assert relative(torch.cat(outputs, dim=1), hf_convolution(x, weight)) < 1e-6
@@ -72,7 +72,7 @@ def test_ragged_rows(given: bool, kernel: int, poison: float) -> None:
     if given:
         state = torch.stack([last_inputs(row, kernel) for row in past])
     dirty = torch.where(torch.arange(8)[:, None] < torch.tensor(lengths)[:, None, None], x, poison)
-    out, (new,) = causal_convolution(dirty, weight, state, lengths_of(*lengths), (8,))
+    out, (new,) = causal_convolution(dirty, weight.T, state, lengths_of(*lengths), (8,))
     for row, length in enumerate(lengths):
         whole = torch.cat([past[row], x[row, :length]]) if given else x[row, :length]
         if length:
@@ -87,7 +87,7 @@ def test_a_state_for_every_end(kernel: int) -> None:
     x, weight, _ = make(4, 10, kernel)
     past = make(4, 9, kernel)[0]
     state = torch.stack([last_inputs(row, kernel) for row in past])
-    _, states = causal_convolution(x, weight, state, lengths_of(*lengths), ends)
+    _, states = causal_convolution(x, weight.T, state, lengths_of(*lengths), ends)
     assert len(states) == len(ends)
     for end, new in zip(ends, states, strict=True):
         for row, length in enumerate(lengths):
@@ -99,7 +99,7 @@ def test_a_state_for_every_end(kernel: int) -> None:
 def test_bfloat16(kernel: int) -> None:
     """One rounding before silu and one after, as in torch's own convolution: at most one unit in the last place off."""
     x, weight, state = make(3, 40, kernel, torch.bfloat16)
-    out, (new,) = causal_convolution(x, weight, state, lengths_of(40, 40, 40), (40,))
+    out, (new,) = causal_convolution(x, weight.T, state, lengths_of(40, 40, 40), (40,))
     assert out.dtype == new.dtype == torch.bfloat16
     expected = hf_convolution(x, weight)
     torch.testing.assert_close(out, expected, rtol=2**-7, atol=1e-5)

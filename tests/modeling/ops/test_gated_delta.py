@@ -13,7 +13,7 @@ from nxdi_qwen.modeling.ops.gated_delta import (
     ChunkMasks,
     gated_delta_prefill,
     gated_delta_verify,
-    unit_lower_inverse,
+    solve_unit_lower,
 )
 from tests.comparison import relative
 from tests.twin import gated_delta_recurrence
@@ -288,7 +288,7 @@ def test_inverse(keys: str, beta: float, tolerance: float) -> None:
     expected = torch.linalg.solve_triangular(
         torch.eye(CHUNK) + strictly_lower.double(), torch.eye(CHUNK, dtype=torch.float64).expand(4, -1, -1), upper=False
     )
-    actual = unit_lower_inverse(strictly_lower, MASKS)
+    (actual,) = solve_unit_lower(strictly_lower, (torch.eye(CHUNK).expand(4, -1, -1),), MASKS)
     error = (actual.double() - expected).abs().max().item()
     print(f"{keys} keys, beta {beta}: error of the inverse {error:.1e}, largest entry {expected.abs().max():.2f}")
     assert error <= tolerance
