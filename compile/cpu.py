@@ -24,18 +24,11 @@ from nxdi_qwen.compile.artifact import (
     written_atomically,
 )
 from nxdi_qwen.compile.buckets import Buckets
+from nxdi_qwen.compile.cpu_linears import read_weights_in_place
 from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.graph_check import check_graph
-from nxdi_qwen.compile.graphs import (
-    DECODE,
-    HEAD,
-    HEAD_ROWS,
-    GraphSpec,
-    capture,
-    graph_specs,
-    graph_weights,
-    quiet_export,
-)
+from nxdi_qwen.compile.graph_model import GraphModel
+from nxdi_qwen.compile.graphs import HEAD_ROWS, capture, graph_specs, graph_state, quiet_export
 from nxdi_qwen.compile.manifest import GraphEntry, Manifest, current_machine, describe_tensors
 from nxdi_qwen.compile.source import DTYPES, ModelSource, Progress, no_progress
 from nxdi_qwen.modeling.errors import InputError
@@ -47,6 +40,9 @@ from nxdi_qwen.modeling.weights import write_ranks
 TARGET = "cpu"
 DEFAULT_MAX_LENGTH = 2048
 _CPP_COMPILERS = ("g++", "clang++")
+# A concatenation is written out instead of being computed again, with a branch for each element, by all that read it:
+# the convolution over a segment behind its state takes a third of the time.
+_INDUCTOR = {"max_pointwise_cat_inputs": 1}
 
 
 @dataclass(frozen=True)
@@ -96,12 +92,12 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
     with written_atomically(out) as folder:
         (folder / GRAPHS).mkdir()
         (folder / WEIGHTS).mkdir()
-        specs = graph_specs(buckets.lengths, options.slots)
+        specs = graph_specs(source.config, buckets.lengths, options.slots)
         graphs = {}
         for done, spec in enumerate(specs):
             progress("graphs", done, len(specs))
             program = capture(spec, source.config, dtype, description, parallel)
-            size = check_graph(program, spec, description)
+            size = check_graph(program, spec, graph_state(spec, source.config, description))
             file = f"{GRAPHS}/{spec.name}.pt2"
             _save(program, folder / file, options.optimize)
             graphs[spec.name] = GraphEntry(file, file_sha256(folder / file), **size)
@@ -163,35 +159,32 @@ class GraphExecutor(Executor):
         parallel = Parallel(manifest.degree, rank, manifest.expert_degree)
         description = describe_state(manifest.model, manifest.slots, manifest.max_length, dtype, parallel)
         super().__init__(manifest.model, description, Buckets(manifest.buckets))
-        self._calls = calls
-        self._weights, self._head_weights = (
-            [weights[name] for name in graph_weights(kind, manifest.model)] for kind in (DECODE, HEAD)
-        )
+        self._model = GraphModel(manifest.model, calls, weights)
 
     def context(self, batch: Batch, state: State) -> tuple[Tensor, Tensor, State]:
-        name = GraphSpec("context", *batch.input_ids.shape).name
-        return self._calls[name](self._weights, *_contiguous(batch), state)
+        return self._model.context(batch, state)
 
     def decode(self, batch: Batch, state: State) -> tuple[Tensor, State]:
-        return self._calls[DECODE](self._weights, *_contiguous(batch), state)
+        return self._model.decode(batch, state)
 
     def head(self, hidden: Tensor) -> Tensor:
         logits = []
         for block in hidden.split(HEAD_ROWS):
             padding = block.new_zeros(HEAD_ROWS - block.shape[0], block.shape[1])
-            logits.append(self._calls[HEAD](self._head_weights, torch.cat([block, padding]))[: block.shape[0]])
+            logits.append(self._model.head(torch.cat([block, padding]))[: block.shape[0]])
         return torch.cat(logits)
 
 
-def _contiguous(batch: Batch) -> list[Tensor]:
-    """The batch as a graph takes it: compiled code trusts the strides it was captured with, and reads past others."""
-    return [tensor.contiguous() for tensor in batch if tensor is not None]
+def aot_compile(program: ExportedProgram, path: Path) -> None:
+    """Compiles an exported program for this machine, into a package that `torch._inductor.aoti_load_package` runs."""
+    read_weights_in_place(program)
+    with quiet_export():
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_INDUCTOR)
 
 
 def _save(program: ExportedProgram, path: Path, optimize: bool) -> None:
     if optimize:
-        with quiet_export():
-            torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+        aot_compile(program, path)
         return
     # The example inputs are fake tensors, which only an unsafe pickle could bring back.
     program._example_inputs = None

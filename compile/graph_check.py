@@ -5,15 +5,15 @@ with all state threaded.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from nxdi_qwen.compile.graphs import HEAD, GraphSpec, quiet_export
-from nxdi_qwen.modeling.state import StateDescription
+from nxdi_qwen.compile.graphs import GraphSpec, quiet_export
+from nxdi_qwen.modeling.state import StateTensor
 
 MAX_RANK = 4
 
@@ -40,8 +40,9 @@ class GraphError(RuntimeError):
     """
 
 
-def check_graph(program: ExportedProgram, spec: GraphSpec, description: StateDescription) -> dict[str, int]:
-    """Checks `program` in its core ATen form. Returns its size: {"nodes": calls, "max_rank": largest rank}.
+def check_graph(program: ExportedProgram, spec: GraphSpec, state: Sequence[StateTensor]) -> dict[str, int]:
+    """Checks `program`, which takes and returns `state`, in its core ATen form. Returns its size: {"nodes": calls,
+    "max_rank": largest rank}.
 
     Raises GraphError for a dynamic shape, an unknown operation, a tensor above rank 4, or a state tensor that is not
     read, not written, or changes its shape or dtype.
@@ -63,19 +64,19 @@ def check_graph(program: ExportedProgram, spec: GraphSpec, description: StateDes
             if name not in _KNOWN and name not in _EXPECTED:
                 raise GraphError(f"{spec.name}: operation {name} is not known to compile, at {_where(node)}")
             nodes += 1
-    if spec.kind != HEAD:
-        _check_state(core, spec, description)
+    _check_state(core, spec, state)
     return {"nodes": nodes, "max_rank": max_rank}
 
 
-def _check_state(program: ExportedProgram, spec: GraphSpec, description: StateDescription) -> None:
+def _check_state(program: ExportedProgram, spec: GraphSpec, state: Sequence[StateTensor]) -> None:
     """The state is the tail of both inputs and outputs, in one order; output i must come from input i, through a
     selection.
     """
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
     outputs = next(node for node in program.graph.nodes if node.op == "output").args[0]
-    count = len(description.tensors)
-    for tensor, read, written in zip(description.tensors, placeholders[-count:], outputs[-count:], strict=True):
+    # Where there is no state, nothing stands behind the end of either.
+    first_read, first_written = (len(nodes) - len(state) for nodes in (placeholders, outputs))
+    for tensor, read, written in zip(state, placeholders[first_read:], outputs[first_written:], strict=True):
         where = f"{spec.name}: state {tensor.name}"
         for node in (read, written):
             value = node.meta["val"]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nxdi_qwen.compile.graphs import CONTEXT, DECODE, HEAD, GraphSpec, capture, graph_weights
+from nxdi_qwen.compile.graph_model import GraphModel
+from nxdi_qwen.compile.graphs import CONTEXT, DECODE, HEAD, GraphSpec, capture, pass_specs
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.model import Batch, HybridCausalLM, State, text_positions
@@ -103,27 +104,22 @@ class ExportedForward:
         self.config, self.weights = loaded
         self.description = describe_state(self.config, SLOTS, MAX_LENGTH, torch.float32)
         specs = [
-            GraphSpec(CONTEXT, GRAPH_ROWS, GRAPH_TOKENS),
-            GraphSpec(DECODE, SLOTS, 1),
+            *pass_specs(self.config, CONTEXT, GRAPH_ROWS, GRAPH_TOKENS),
+            *pass_specs(self.config, DECODE, SLOTS, 1),
             GraphSpec(HEAD, GRAPH_ROWS * GRAPH_TOKENS, 1),
         ]
         self.calls = calls or {
-            spec.kind: capture(spec, self.config, torch.float32, self.description).module() for spec in specs
+            spec.name: capture(spec, self.config, torch.float32, self.description).module() for spec in specs
         }
+        self.model = GraphModel(self.config, self.calls, self.weights)
 
     def prefill(self, batch: Batch, state: State) -> tuple[Tensor, Tensor, State]:
-        logits, hidden, state = self._call(CONTEXT, *batch, state)
-        every = self._call(HEAD, hidden.flatten(0, 1))
-        return logits, every.unflatten(0, hidden.shape[:2]), list(state)
+        logits, hidden, state = self.model.context(batch, state)
+        return logits, self.model.head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]), state
 
     def decode(self, batch: Batch, state: State) -> tuple[Tensor, State]:
         assert batch.slots is None
-        logits, state = self._call(DECODE, *batch[:-1], state)
-        return logits, list(state)
-
-    def _call(self, kind: str, *inputs: Tensor | State) -> Any:
-        weights = [self.weights[name] for name in graph_weights(kind, self.config)]
-        return self.calls[kind](weights, *inputs)
+        return self.model.decode(batch, state)
 
     def with_weights(self, changes: Mapping[str, Tensor]) -> ExportedForward:
         return ExportedForward(Loaded(self.config, self.weights | dict(changes)), self.calls)

@@ -29,7 +29,7 @@ from tests.artifacts import MAX_LENGTH, SLOTS, artifact_of, checkpoint_of
 from tests.modeling.weights.synthetic import make_config
 
 WEIGHTS = "weights/tp0_sharded_checkpoint.safetensors"
-GRAPH = "graphs/context_64.pt2"
+GRAPH = "graphs/context_64.full_attention_dense.pt2"
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:
@@ -71,7 +71,8 @@ def test_round_trip(original: Path, tmp_path_factory: pytest.TempPathFactory, tm
     assert manifest.source == {"name": source.name, "fingerprint": source.fingerprint}
     assert (manifest.slots, manifest.max_length, manifest.buckets, manifest.degree) == (SLOTS, MAX_LENGTH, (64,), 1)
     assert (manifest.target, manifest.optimized, manifest.dtype) == ("cpu", False, "float32")
-    assert list(manifest.graphs) == ["context_64", "decode", "head"]
+    parts = ("embed", "linear_attention_dense", "full_attention_dense", "logits")
+    assert list(manifest.graphs) == [*(f"{kind}.{part}" for kind in ("context_64", "decode") for part in parts), "head"]
     assert set(manifest.text_files) == {"tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
     assert [entry["name"] for entry in manifest.state] == [
         f"layers.{layer}.{role}" for layer, role in [(0, "recurrent"), (0, "conv"), (1, "key"), (1, "value")]
@@ -153,7 +154,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "weights of another model": (swap_key_and_value_weights, f"{WEIGHTS} holds the weights of another model"),
     "weights' header damaged": (lambda at: changed_byte(at / WEIGHTS, 9), f"{WEIGHTS}"),
-    "stranger": (write_text("graphs/context_128.pt2", "?"), "does not name: graphs/context_128.pt2; remove"),
+    "stranger": (
+        write_text("graphs/context_128.embed.pt2", "?"),
+        "does not name: graphs/context_128.embed.pt2",
+    ),
     "stranger above": (write_text("notes.txt", "?"), "does not name: notes.txt; remove"),
 }
 

@@ -9,21 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from nxdi_qwen.compile import graphs as graphs_module
 from nxdi_qwen.compile.graph_check import GraphError, check_graph
-from nxdi_qwen.compile.graphs import CONTEXT, DECODE, HEAD, GraphSpec, capture
+from nxdi_qwen.compile.graphs import CONTEXT, DECODE, HEAD, GraphSpec, capture, graph_state, layer_kind, pass_specs
 from nxdi_qwen.modeling import model as model_module
 from nxdi_qwen.modeling.parallel import VocabParallelHead
-from nxdi_qwen.modeling.state import StateDescription, StateTensor, describe_state
+from nxdi_qwen.modeling.state import StateTensor, describe_state
 from tests.modeling.weights.synthetic import make_config
 
 SLOTS, WIDTH = 2, 6
 SPEC = GraphSpec(DECODE, SLOTS, 1)
 # Two tensors of one shape, as keys and values are: an exchange of the two leaves every shape as it was.
-STATE = StateDescription(
-    SLOTS,
-    1,
-    tuple(StateTensor(f"layers.0.{role}", 0, role, (SLOTS, WIDTH), torch.float32, ()) for role in ("key", "value")),
-)
+STATE = tuple(StateTensor(f"layers.0.{role}", 0, role, (SLOTS, WIDTH), torch.float32, ()) for role in ("key", "value"))
 Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -149,31 +146,36 @@ CONFIG = make_config("qwen3_5", num_hidden_layers=1, layer_types=("full_attentio
 DESCRIPTION = describe_state(CONFIG, SLOTS, 64, torch.float32)
 
 
-def captured(kind: str) -> ExportedProgram:
-    return capture(GraphSpec(kind, SLOTS, 1), CONFIG, torch.float32, DESCRIPTION)
+LAYER = GraphSpec(DECODE, SLOTS, 1, layer_kind(CONFIG, 0))
 
 
-def test_the_models_own_graph_passes() -> None:
-    size = check_graph(captured(DECODE), SPEC, DESCRIPTION)
-    assert 3 <= size["max_rank"] <= 4 and size["nodes"] > 50
+def check_captured(spec: GraphSpec = LAYER) -> dict[str, int]:
+    program = capture(spec, CONFIG, torch.float32, DESCRIPTION)
+    return check_graph(program, spec, graph_state(spec, CONFIG, DESCRIPTION))
+
+
+def test_the_models_own_graphs_pass() -> None:
+    sizes = {spec.part: check_captured(spec) for spec in pass_specs(CONFIG, DECODE, SLOTS, 1)}
+    assert list(sizes) == ["embed", "full_attention_dense", "logits"]
+    assert 3 <= sizes["full_attention_dense"]["max_rank"] <= 4 and sizes["full_attention_dense"]["nodes"] > 50
 
 
 def test_exchanged_keys_and_values_of_the_model_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = model_module.HybridCausalLM._layers
+    run_layer = graphs_module.run_layer
 
     def exchanging(*args: object) -> tuple[Tensor, list[list[Tensor]]]:
-        hidden, states = layers(*args)
-        return hidden, [[value, key] for key, value in states]
+        x, states = run_layer(*args)
+        return x, [[value, key] for key, value in states]
 
-    monkeypatch.setattr(model_module.HybridCausalLM, "_layers", exchanging)
+    monkeypatch.setattr(graphs_module, "run_layer", exchanging)
     with pytest.raises(GraphError, match=r"state layers\.0\.key is not carried over"):
-        check_graph(captured(DECODE), SPEC, DESCRIPTION)
+        check_captured()
 
 
 def test_a_state_that_the_model_does_not_write_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_module, "write_slots", lambda state, *_: state)
     with pytest.raises(GraphError, match=r"state layers\.0\.key is returned as it came"):
-        check_graph(captured(DECODE), SPEC, DESCRIPTION)
+        check_captured()
 
 
 def test_an_operation_of_the_model_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,11 +183,10 @@ def test_an_operation_of_the_model_is_named_with_its_line(monkeypatch: pytest.Mo
         return torch.linalg.solve_triangular(torch.eye(x.shape[0]), x, upper=False)
 
     monkeypatch.setattr(VocabParallelHead, "forward", forward)
-    spec = GraphSpec(HEAD, SLOTS, 1)
-    program = capture(spec, CONFIG, torch.float32, DESCRIPTION)
     with pytest.raises(GraphError, match=r"head: operation \w*triangular is not .*test_graph_check\.py.*: .*solve"):
-        check_graph(program, spec, DESCRIPTION)
+        check_captured(GraphSpec(HEAD, SLOTS, 1))
 
 
 def test_names_of_graphs() -> None:
-    assert [GraphSpec(kind, 1, 128).name for kind in (CONTEXT, DECODE, HEAD)] == ["context_128", "decode", "head"]
+    specs = [GraphSpec(CONTEXT, 1, 128, "embed"), LAYER, GraphSpec(HEAD, 1, 128)]
+    assert [spec.name for spec in specs] == ["context_128.embed", "decode.full_attention_dense", "head"]

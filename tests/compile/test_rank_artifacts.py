@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from nxdi_qwen.compile import cpu
 from nxdi_qwen.compile.artifact import file_sha256, open_artifact, weights_file, written_atomically
 from nxdi_qwen.compile.cpu import CompileOptions, compile_cpu
-from nxdi_qwen.compile.graphs import DECODE, GraphSpec, capture
+from nxdi_qwen.compile.graphs import DECODE, GraphSpec, capture, layer_kind
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.partition import Parallel, take_part
 from nxdi_qwen.modeling.state import describe_state
@@ -65,7 +65,7 @@ def test_one_file_a_rank(degree: int, expert_degree: int, tmp_path: Path) -> Non
 
 
 def test_graphs_and_state_are_a_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = GraphSpec(DECODE, 1, 1)
+    decode = GraphSpec(DECODE, 1, 1, layer_kind(CONFIG, 0))
     monkeypatch.setattr(cpu, "graph_specs", lambda *_: [decode])
     manifest = compile_cpu(SOURCE, tmp_path / "out", CompileOptions(1, 64, degree=4, expert_degree=2))
     # Two key heads of three value heads each over 4 ranks: one key head and two value heads' places a rank.

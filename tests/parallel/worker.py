@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-from nxdi_qwen.compile.graphs import CONTEXT, DECODE, HEAD, GraphSpec, capture, graph_weights
+from nxdi_qwen.compile.graph_model import GraphModel
+from nxdi_qwen.compile.graphs import CONTEXT, DECODE, HEAD, GraphSpec, capture, pass_specs
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.model import Batch, HybridCausalLM, PrefillOutput, State, text_positions
 from nxdi_qwen.modeling.partition import SINGLE, Parallel
@@ -131,29 +132,26 @@ class Exported:
     """Captured programs behind the calls that `Session` makes of a model."""
 
     def __init__(self, model: HybridCausalLM, parallel: Parallel, description: StateDescription) -> None:
-        self.config, self.weights = model.config, model.state_dict()
         specs = [
-            GraphSpec(CONTEXT, GRAPH_ROWS, GRAPH_TOKENS),
-            GraphSpec(DECODE, SLOTS, 1),
+            *pass_specs(model.config, CONTEXT, GRAPH_ROWS, GRAPH_TOKENS),
+            *pass_specs(model.config, DECODE, SLOTS, 1),
             GraphSpec(HEAD, GRAPH_ROWS * GRAPH_TOKENS, 1),
         ]
-        programs = {spec.kind: capture(spec, self.config, torch.float32, description, parallel) for spec in specs}
-        self.code = {kind: program.graph_module.code for kind, program in programs.items()}
-        self.constants = {kind: program.constants for kind, program in programs.items()}
-        self.calls = {kind: program.module() for kind, program in programs.items()}
+        programs = {spec.name: capture(spec, model.config, torch.float32, description, parallel) for spec in specs}
+        self.code = {name: program.graph_module.code for name, program in programs.items()}
+        self.constants = {name: program.constants for name, program in programs.items()}
+        calls = {name: program.module() for name, program in programs.items()}
+        self.graphs = GraphModel(model.config, calls, model.state_dict())
 
     def prefill(self, batch: Batch, state: State) -> PrefillOutput:
-        logits, hidden, state = self._call(CONTEXT, *batch, state)
+        logits, hidden, state = self.graphs.context(batch, state)
         return PrefillOutput(logits, hidden, state, [])
 
     def decode(self, batch: Batch, state: State) -> tuple[Tensor, State]:
-        return self._call(DECODE, *batch[:-1], state)
+        return self.graphs.decode(batch, state)
 
     def head(self, hidden: Tensor) -> Tensor:
-        return self._call(HEAD, hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
-
-    def _call(self, kind: str, *inputs: Tensor | State) -> Any:
-        return self.calls[kind]([self.weights[name] for name in graph_weights(kind, self.config)], *inputs)
+        return self.graphs.head(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
 
 
 class Runner:
