@@ -19,10 +19,13 @@ from nxdi_qwen.compile.neuron_artifact import NeuronArtifact, open_neuron_artifa
 from nxdi_qwen.compile.neuron_options import check_neuron_target
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.parity.bands import TOLERANCES
+from nxdi_qwen.parity.compare import MOE_BFLOAT16_TOLERANCE
+from nxdi_qwen.parity.prompts import length_prompts, repeated_prompts
 from nxdi_qwen.scripts import command
-from nxdi_qwen.scripts.logit_diff import MOE_BFLOAT16_TOLERANCE, TOLERANCES, built_in_prompts
 
 PROMPT_LENGTHS = (128, 1024)
+PARITY_LENGTHS = (1, 3, 64, 65, 130)
 NOT_WELL = 1  # exit status where a section failed, or parity is above its tolerance
 
 
@@ -94,9 +97,11 @@ def _checked(options: Any) -> tuple[NeuronArtifact, ModelSource, Choices]:
     source = ModelSource.from_checkpoint(options.model)
     artifact.check_model(source.config)
     coarse = source.config.num_experts and artifact.dtype == "bfloat16"
+    vocab_size = source.config.vocab_size
+    prompts = [*length_prompts(vocab_size, PARITY_LENGTHS), repeated_prompts(vocab_size)[0]]
     choices = Choices(
-        parity_prompts={prompt.name: prompt.ids for prompt in built_in_prompts(source.config.vocab_size)},
-        tolerance=MOE_BFLOAT16_TOLERANCE if coarse else TOLERANCES[artifact.dtype],
+        parity_prompts={prompt.name: prompt.ids for prompt in prompts},
+        tolerance=MOE_BFLOAT16_TOLERANCE if coarse else TOLERANCES[artifact.dtype][None],
         prompt_lengths=_prompt_lengths(options.prompt_lengths, artifact, options.new_tokens),
         new_tokens=options.new_tokens,
         repeat=options.repeat,

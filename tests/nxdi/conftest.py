@@ -36,7 +36,7 @@ def cpu_app(checkpoint: Callable[[str], Path], _made: dict[Any, Any]) -> Iterato
 
     Its state is that which the last test left, so that no test can rely on zeros.
     """
-    from tests.nxdi.support import cpu_application, single_rank
+    from nxdi_qwen.parity.targets.nxdi_application import cpu_application, single_rank
 
     def app(name: str, **options: Any) -> Any:
         key = name, *sorted(options.items())

@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 
 def run(folder: Path, name: str, rank: int, options: dict[str, Any]) -> Result:
-    from tests.nxdi.support import cpu_application
+    from nxdi_qwen.parity.targets.nxdi_application import cpu_application
 
     app = cpu_application(folder / name, **options)
     # Under torchrun, `to_cpu` would make the process group again for the next application.
@@ -77,8 +77,9 @@ def ragged(app: Any, name: str, steps: int) -> dict[int, Tensor]:
 
 def on_device(app: Any, checkpoint: Path, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Tokens [24, rows] that an application takes on the device, and the best ones by the logits of `app`."""
-    from tests.nxdi.support import cpu_application  # isort: skip
     from neuronx_distributed_inference.models.config import OnDeviceSamplingConfig
+
+    from nxdi_qwen.parity.targets.nxdi_application import cpu_application
 
     # With `on_cpu`, NxDI would look at the logits of one rank only.
     greedy = {"on_device_sampling_config": OnDeviceSamplingConfig(), "on_cpu": False, "disable_argmax_kernel": True}

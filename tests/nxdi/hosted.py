@@ -7,25 +7,19 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nxdi_qwen.parity.targets.nxdi_application import HostedGraphs, LoweredApplication
 from tests.comparison import bits, relative
 from tests.nxdi.references import write_checkpoint
 
-if TYPE_CHECKING:
-    from nxdi_qwen.compile.lowering import LoweredGraph
-    from tests.nxdi.support import LoweredApplication
-
 CONTEXT, DECODE = "context_encoding_model", "token_generation_model"
 CONTINUATION, VERIFY = "continuation_model", "speculation_model"
-Route = tuple[str, int]
-"""A graph: tag and bucket."""
-
 TOLERANCE = 1e-5
 SLOTS, LONGEST = 4, 146
 # Context buckets of less than a kernel, less than a chunk, one chunk, and no multiple of one. NxDI takes the first
@@ -61,41 +55,14 @@ def lowered(name: str, *, rounded: bool = False, all_experts: bool = False, **op
 
 @functools.cache
 def _lowered(name: str, rounded: bool, all_experts: bool, options: tuple[tuple[str, Any], ...]) -> LoweredApplication:
-    from tests.nxdi.support import LoweredApplication
-
     lists = {key: list(value) if isinstance(value, tuple) else value for key, value in options}
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(name, Path(folder), rounded=rounded, all_experts=all_experts)
         return LoweredApplication(Path(folder), **lists)
 
 
-class Hosted:
-    """`forward` of an application, with its lowered graphs in the place of the compiled model.
-
-    Like NxD's model, it finds the graph of a call by the shapes of the inputs alone. The states start as `fill`;
-    nothing may rely on zeros. `graphs` and `values` are this object's own and may be changed, `before` changes the
-    inputs of a graph. `calls` lists the graphs that ran, `outputs` is what the last one returned.
-    """
-
-    def __init__(self, lowered: LoweredApplication, fill: float = torch.nan) -> None:
-        from nxdi_qwen.modeling.nxdi.model import describe
-
-        self.application = lowered.application
-        self.graphs: dict[Route, LoweredGraph] = dict(lowered.graphs)
-        self.state_names = lowered.state_names
-        self.description = describe(self.application.config)
-        self.values = dict(lowered.values)
-        for name in self.state_names:
-            self.values[name] = torch.full_like(self.values[name], fill)
-        self.routes: dict[str, Route] = {
-            _shapes(inputs): (wrapper.tag, bucket)
-            for wrapper in self.application.models
-            for bucket, inputs in zip(wrapper.neuron_config.buckets, wrapper.input_generator(), strict=True)
-        }
-        assert len(self.routes) == len(self.graphs), "NxD's model could not tell two graphs apart"
-        self.before: Callable[[list[Tensor]], list[Tensor]] = lambda inputs: inputs
-        self.calls: list[Route] = []
-        self.outputs: list[Tensor] = []
+class Hosted(HostedGraphs):
+    """Graphs in the place of the compiled model, for slots; see `HostedGraphs`."""
 
     def forward(
         self,
@@ -105,34 +72,12 @@ class Hosted:
         lengths: Sequence[int] | None = None,
         **more: Tensor,
     ) -> Tensor:
-        """One call for rows of equally many tokens behind `starts`, of which `lengths` (None: all) are valid.
-
-        A slot of -1 is an idle row. `more` goes to the application. Returns logits [B, n, V], or sampled tokens. Fails
-        if a bit of a slot that is not named has changed.
-        """
-        from neuronx_distributed_inference.modules.generation.sampling import prepare_sampling_params
-
-        for wrapper in self.application.models:
-            wrapper.model, wrapper.is_neuron = self._run, lambda: True
-        ids = torch.tensor(tokens)
-        index = torch.arange(ids.shape[1])
-        positions = torch.tensor(starts)[:, None] + index
-        if lengths is not None:
-            valid = index < torch.tensor(lengths)[:, None]
-            positions = torch.where(valid, positions, 1)  # as NxDI pads them
-            more["attention_mask"] = valid.to(torch.int64)
+        """As the base class; fails if a bit of a slot that is not named has changed."""
         before = self.slot_states()
-        output = self.application.forward(
-            ids,
-            seq_ids=torch.tensor(slots),
-            position_ids=positions,
-            sampling_params=prepare_sampling_params(len(slots)),  # its default has as many rows as there are slots
-            **more,
-        )
+        result = super().forward(tokens, starts, slots, lengths, **more)
         idle = [slot for slot in range(SLOTS) if slot not in slots]
         for name, state in self.slot_states().items():
             assert torch.equal(bits(state[idle]), bits(before[name][idle])), f"{name} of an idle slot changed"
-        result: Tensor = output.tokens if output.logits is None else output.logits
         return result
 
     def block_states(self) -> dict[str, Tensor]:
@@ -148,16 +93,6 @@ class Hosted:
             for name, tensor in zip(self.state_names, self.description.tensors, strict=True)
             if not (blocks and tensor.role in ("key", "value"))
         }
-
-    def _run(self, *inputs: Tensor) -> Tensor:
-        route = self.routes[_shapes(inputs)]
-        self.calls.append(route)
-        self.outputs = self.graphs[route].run(self.before(list(inputs)), self.values)
-        return self.outputs[0]
-
-
-def _shapes(inputs: Sequence[Tensor]) -> str:
-    return str([list(tensor.shape) for tensor in inputs])
 
 
 class Requests:

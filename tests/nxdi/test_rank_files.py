@@ -58,7 +58,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
 
 
 def make_application(folder: Path, degree: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    from tests.nxdi.support import application
+    from nxdi_qwen.parity.targets.nxdi_application import application
 
     return application(folder, tp_degree=degree, torch_dtype=dtype, seq_len=128, **options)
 

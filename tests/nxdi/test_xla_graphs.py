@@ -162,3 +162,27 @@ def test_no_tensor_of_a_prefill_is_quadratic(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(attention, "QUERY_BLOCK", 1 << 20)
     with pytest.raises(AssertionError, match="largest tensor grows from"):
         assert_grows_with_the_prompt_only(config)
+
+
+@pytest.mark.slow
+def test_graphs_of_long_prompts_stay_small() -> None:
+    """At the 0.8B shape, one period of its layers: instructions for 32,768 tokens against those for 512."""
+    from nxdi_qwen.compile.hlo_report import report
+
+    model = preset("qwen3.5-0.8b")
+    period = dataclasses.replace(
+        model, num_hidden_layers=4, layer_types=model.layer_types[:4], moe_layers=model.moe_layers[:4]
+    )
+    app = application(
+        period,
+        torch_dtype=torch.bfloat16,
+        batch_size=1,
+        seq_len=32768,
+        max_context_length=32768,
+        context_encoding_buckets=(512, 2048, 32768),
+        token_generation_buckets=(32768,),
+    )
+    graphs = lower(app)
+    short, middle, long = (report(graphs[CONTEXT, bucket]).instructions for bucket in (512, 2048, 32768))
+    print(f"{short} instructions for 512 tokens, {middle} for 2,048, {long} for 32,768: {long / short:.2f} times")
+    assert long <= 3 * short

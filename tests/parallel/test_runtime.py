@@ -46,9 +46,16 @@ def test_generate(artifact: Path, tmp_path_factory: pytest.TempPathFactory, caps
 
 
 @pytest.mark.slow
-def test_logit_diff(artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    model = checkpoint_of(tmp_path_factory, NAME)
-    done = on_ranks(2, "logit_diff", "--model", model, "--artifacts", artifact, "--json", "--tolerance", 1e-5)
+def test_logit_diff(artifact: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    compared = [
+        "--model",
+        checkpoint_of(tmp_path_factory, NAME),
+        "--artifacts",
+        artifact,
+        "--prompts",
+        "repeated,special",
+    ]
+    done = on_ranks(2, "logit_diff", *compared, "--cache", tmp_path, "--json", "--tolerance", 1e-5)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["passed"]
 

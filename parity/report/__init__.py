@@ -1,0 +1,1 @@
+"""Reports of a comparison for people: a table in the terminal, and one page with plots."""
