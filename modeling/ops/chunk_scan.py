@@ -86,22 +86,21 @@ def _incoming_states(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor]:
         matrix = torch.cat([matrix, identity.expand(batch, missing, -1, -1)], dim=1)
         offset = torch.cat([offset, offset.new_zeros(batch, missing, key_dim, value_dim)], dim=1)
 
-    # The map of a group's first j chunks, matrix and offset side by side, for j = 1 .. group.
+    # What a group's first j chunks do together, for j = 1 .. group.
     matrix = matrix.reshape(batch * groups, group, key_dim, key_dim)
     offset = offset.reshape(batch * groups, group, key_dim, value_dim)
-    step = torch.cat([torch.zeros_like(matrix), offset], dim=-1)
-    composed = [torch.cat([matrix[:, 0], offset[:, 0]], dim=-1)]
+    matrices, offsets = [matrix[:, 0]], [offset[:, 0]]
     for j in range(1, group):
-        composed.append(matrix[:, j] @ composed[-1] + step[:, j])
+        matrices.append(torch.bmm(matrix[:, j], matrices[-1]))
+        offsets.append(torch.bmm(matrix[:, j], offsets[-1]) + offset[:, j])
 
-    whole = composed[-1].reshape(batch, groups, key_dim, key_dim + value_dim)
+    whole_matrix, whole_offset = (x[-1].reshape(batch, groups, key_dim, -1) for x in (matrices, offsets))
     before = []
     for g in range(groups):
         before.append(state)
-        state = whole[:, g, :, :key_dim] @ state + whole[:, g, :, key_dim:]
+        state = torch.bmm(whole_matrix[:, g], state) + whole_offset[:, g]
     first = torch.stack(before, dim=1).reshape(batch * groups, 1, key_dim, value_dim)
 
-    within = torch.stack(composed[:-1], dim=1)  # [B * groups, group - 1, dk, dk + dv]
-    others = within[..., :key_dim] @ first + within[..., key_dim:]
+    others = torch.stack(matrices[:-1], dim=1) @ first + torch.stack(offsets[:-1], dim=1)
     incoming = torch.cat([first, others], dim=1).reshape(batch, groups * group, key_dim, value_dim)
     return incoming[:, :count], state
