@@ -10,7 +10,7 @@ PYTEST_OPTIONS := -rs -n 2
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: venv demo test test-torch29 test-nxdi faults lint clean
+.PHONY: venv demo test test-torch29 test-nxdi faults bench lint clean
 
 venv: $(VENV)/.installed
 
@@ -31,6 +31,14 @@ test: venv
 # Breaks copies of the package in many ways and shows that the tests notice each; takes some minutes.
 faults: venv
 	$(VENV)/bin/python -m tests.fault_injection
+
+# Speed at the 0.8B shape, random weights, against transformers and, with VLLM_PYTHON=FILE, vLLM's CPU build; about half
+# an hour on an otherwise idle machine, the first time twenty minutes of that compiling.
+bench: venv
+	mkdir -p build/bench
+	test -e build/bench/model || $(VENV)/bin/python -m tests.random_checkpoint build/bench/model
+	$(VENV)/bin/nxdi-qwen-benchmark speed --model build/bench/model --work build/bench/work \
+		--json build/bench/speed.json --plot build/bench/speed.png $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 
 # The oldest torch that is supported. Where its wheel cannot be installed, that is said and is no failure.
 test-torch29:
@@ -73,7 +81,7 @@ lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	mkdir -p build/typing/nxdi_qwen
-	for folder in modeling compile scripts; do ln -sfn ../../../$$folder build/typing/nxdi_qwen/$$folder; done
+	for folder in modeling compile parity scripts; do ln -sfn ../../../$$folder build/typing/nxdi_qwen/$$folder; done
 	$(VENV)/bin/mypy -p nxdi_qwen
 
 clean:

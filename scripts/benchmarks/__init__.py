@@ -1,0 +1,1 @@
+"""What `benchmark.py` measures: peers in their own processes, this machine's floors, cost curves; and the reports."""
