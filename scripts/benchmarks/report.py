@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -12,19 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from nxdi_qwen.modeling.config import FULL_ATTENTION
-from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.scripts.benchmarks.cost import PIECE, Cost
 from nxdi_qwen.scripts.benchmarks.speed import Speed, Task
-
-
-def check_plot(path: Path) -> None:
-    """Raises InputError where a plot cannot be drawn, before anything is measured."""
-    if path.suffix.lower() != ".png":
-        raise InputError(f"--plot writes a PNG: give a name that ends in .png, not {path}")
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        raise InputError("--plot needs matplotlib: pip install 'nxdi-qwen[plot]'") from None
+from nxdi_qwen.scripts.plots import new_figure, write_plot
 
 
 def speed_figures(speed: Speed) -> dict[str, Any]:
@@ -79,7 +68,7 @@ def print_speed(speed: Speed) -> None:
 
 def plot_speed(speed: Speed, path: Path) -> None:
     """Times of every implementation relative to ours, a group of bars a task, with the spread over rounds."""
-    figure, axes = _figure((9, 5))
+    figure, axes = new_figure((9, 5))
     peers = list(dict.fromkeys(timing.peer for timing in speed.timings))
     width = 0.8 / len(peers)
     for number, peer in enumerate(peers):
@@ -101,7 +90,7 @@ def plot_speed(speed: Speed, path: Path) -> None:
     axes.set_title(f"{speed.model}, bfloat16, CPU, 2 threads, {speed.rounds} rounds (bars: medians, lines: all rounds)")
     axes.grid(axis="y", alpha=0.25)
     axes.legend()
-    _write(figure, path)
+    write_plot(figure, path)
 
 
 def print_cost(cost: Cost) -> None:
@@ -127,7 +116,7 @@ def print_cost(cost: Cost) -> None:
 
 def plot_cost(cost: Cost, path: Path) -> None:
     """Decode time, state bytes and prefill time of one layer against the context."""
-    figure, axes = _figure((12, 4), 3)
+    figure, axes = new_figure((12, 4), 3)
     panels = (("decode", "one decode step, ms"), ("decode", "state of a slot, MB"), ("prefill", "prefill, ms"))
     for panel, (phase, label) in zip(axes, panels, strict=True):
         for kind in cost.layers:
@@ -141,24 +130,8 @@ def plot_cost(cost: Cost, path: Path) -> None:
         panel.grid(alpha=0.25)
     axes[0].legend()
     figure.suptitle(f"one layer of {cost.model}, {cost.dtype}, eager, CPU, {cost.threads} threads", fontsize="medium")
-    _write(figure, path)
+    write_plot(figure, path)
 
 
 def _peers(speed: Speed, task: Task) -> list[str]:
     return [timing.peer for timing in speed.timings if timing.task == task.name]
-
-
-def _figure(size: tuple[float, float], columns: int = 1) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    return figure, figure.subplots(1, columns)
-
-
-def _write(figure: Any, path: Path) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    try:
-        FigureCanvasAgg(figure).print_png(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path} ({error.strerror}): choose another place with --plot") from error
