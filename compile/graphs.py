@@ -101,7 +101,9 @@ class _Layer(nn.Module):
 
     def __init__(self, model: HybridCausalLM, spec: GraphSpec) -> None:
         super().__init__()
-        self.layer = model.layers[_example_layer(spec, model.config)]
+        example = _example_layer(spec, model.config)
+        assert example is not None, spec.name
+        self.layer = model.layers[example]
         self.rank: Tensor
         self.register_buffer("rank", model.rank)
         self.way, self.tokens = Way.PREFILL if spec.kind == CONTEXT else Way.DECODE, spec.tokens
@@ -110,7 +112,7 @@ class _Layer(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, start: Tensor, lengths: Tensor, *slots_and_state: Any
     ) -> tuple[Tensor, State]:
         *slots, state = slots_and_state  # slots [B] in context encoding only
-        context = Context.build(self.way, start, lengths, cos, sin, (self.tokens,), self.rank)
+        context = Context(self.way, start, lengths, cos, sin, (self.tokens,), self.rank)
         x, states = run_layer(self.layer, x, state, context, *(slots or [None]))
         return x, states[0]
 
@@ -171,8 +173,6 @@ def graph_weights(spec: GraphSpec, config: ModelConfig, layer: int | None = None
 
 def graph_state(spec: GraphSpec, config: ModelConfig, description: StateDescription) -> tuple[StateTensor, ...]:
     """The tensors of the state that a graph takes and returns; a layer's graph names those of the first of its kind."""
-    if spec.kind == HEAD or spec.part in (EMBED, LOGITS):
-        return ()
     layer = _example_layer(spec, config)
     return tuple(tensor for tensor in description.tensors if tensor.layer == layer)
 
@@ -196,7 +196,7 @@ def capture(
 
     Every rank of a degree has the same graph, whatever rank `parallel` names.
     """
-    layer = None if spec.kind == HEAD or spec.part in (EMBED, LOGITS) else _example_layer(spec, config)
+    layer = _example_layer(spec, config)
     names = graph_weights(spec, config, layer)
     fake = FakeTensorMode()
     with fake, torch.no_grad():
@@ -211,9 +211,9 @@ def capture(
         return torch.export.export(_WithWeights(inner, own), (weights, *inputs), strict=False)
 
 
-def _example_layer(spec: GraphSpec, config: ModelConfig) -> int:
-    """The first layer of the kind that a layer's graph is for."""
-    return next(layer for layer in range(config.num_hidden_layers) if layer_kind(config, layer) == spec.part)
+def _example_layer(spec: GraphSpec, config: ModelConfig) -> int | None:
+    """The first layer of the kind that a layer's graph is for; None for a graph that is no layer's."""
+    return next((layer for layer in range(config.num_hidden_layers) if layer_kind(config, layer) == spec.part), None)
 
 
 def _example_inputs(

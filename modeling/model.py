@@ -164,7 +164,7 @@ class HybridCausalLM(nn.Module):
     def _layers(self, batch: Batch, state: State, way: Way, ends: tuple[int, ...]) -> tuple[Tensor, list[State]]:
         """Everything before the last norm, valid tokens first: x [B, T, H], and the state after each of `ends`."""
         cos, sin = self.rope(batch.rope_positions)
-        context = Context.build(way, batch.start, batch.valid.sum(dim=1), cos, sin, ends, self.rank)
+        context = Context(way, batch.start, batch.valid.sum(dim=1), cos, sin, ends, self.rank)
         x = self.embed_tokens(batch.input_ids, self.rank)
         states: list[State] = [[] for _ in ends]
         for number, layer in enumerate(self.layers):
@@ -192,9 +192,9 @@ def run_layer(
     """
     rows = tuple(read_slots(tensor, slots, context.start) for tensor in state)
     x, after = layer(x, rows, context)
-    active = context.lengths > 0
     return x, [
-        [write_slots(tensor, row, slots, active) for tensor, row in zip(state, pair, strict=True)] for pair in after
+        [write_slots(tensor, row, slots, context.active) for tensor, row in zip(state, pair, strict=True)]
+        for pair in after
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,25 +26,31 @@ class Way(enum.Enum):
 class Context:
     """One forward pass over B rows of T tokens, valid tokens first.
 
-    `start` [B]: tokens that each row's slot already holds; `lengths` [B]: valid tokens; `valid` [B, T]: the same as a
-    mask; `cos`, `sin` [B, T, rotary_dim / 2]; `ends`: the token counts after which a layer returns its state, the
-    last one being T; `masks`: the triangles of the chunked rule; `rank` [1] int64: this rank's number.
+    `start` [B]: tokens that each row's slot already holds; `lengths` [B]: valid tokens; `cos`, `sin` [B, T,
+    rotary_dim / 2]; `ends`: the token counts after which a layer returns its state, the last one being T; `rank` [1]
+    int64: this rank's number. What follows from these is made when a layer first asks for it, once for all layers, so
+    that no graph holds what it does not need.
     """
 
     way: Way
     start: Tensor
     lengths: Tensor
-    valid: Tensor
     cos: Tensor
     sin: Tensor
     ends: tuple[int, ...]
-    masks: ChunkMasks
     rank: Tensor
 
-    @classmethod
-    def build(
-        cls, way: Way, start: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, ends: tuple[int, ...], rank: Tensor
-    ) -> Context:
-        """With what follows from the rest: the mask and the triangles."""
-        valid = torch.arange(cos.shape[1], device=cos.device) < lengths[:, None]
-        return cls(way, start, lengths, valid, cos, sin, ends, ChunkMasks.build(cos.device), rank)
+    @cached_property
+    def valid(self) -> Tensor:
+        """[B, T] bool: `lengths` as a mask."""
+        return torch.arange(self.cos.shape[1], device=self.cos.device) < self.lengths[:, None]
+
+    @cached_property
+    def active(self) -> Tensor:
+        """[B] bool: rows that have a valid token."""
+        return self.lengths > 0
+
+    @cached_property
+    def masks(self) -> ChunkMasks:
+        """The triangles of the chunked rule."""
+        return ChunkMasks.build(self.cos.device)

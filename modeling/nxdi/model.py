@@ -126,7 +126,7 @@ class NeuronHybridModel(NeuronBaseModel):
             positions = rotary_position_ids.to(torch.int64).expand(3, rows, tokens)
         cos, sin = self.rope(positions)
         ends = tuple(range(1, tokens + 1)) if way is Way.VERIFY else (tokens,)
-        context = Context.build(way, start, lengths, cos, sin, ends, self.rank_util.get_rank().to(torch.int64))
+        context = Context(way, start, lengths, cos, sin, ends, self.rank_util.get_rank().to(torch.int64))
         access = {
             "seq_ids": slots,
             "seq_len": self._visible_positions(),

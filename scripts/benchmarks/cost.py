@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
+from statistics import linear_regression, median
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ def _call(
         start = torch.tensor([begin])
         cos, sin = rope(text_positions(start, valid))
         ends = (valid.shape[1],)
-        context = Context.build(way, start, valid.sum(dim=1), cos, sin, ends, torch.zeros(1, dtype=torch.int64))
+        context = Context(way, start, valid.sum(dim=1), cos, sin, ends, torch.zeros(1, dtype=torch.int64))
         pieces.append((torch.randn(1, valid.shape[1], hidden).to(torch.bfloat16), context))
 
     def call() -> None:
@@ -155,6 +155,4 @@ def _timed(call: Callable[[], object], phase: str, tokens: int, rounds: int) -> 
 def _exponent(points: list[Point]) -> float:
     x = [math.log(point.tokens) for point in points]
     y = [math.log(median(point.seconds)) for point in points]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((a - mean_x) ** 2 for a in x)
-    return sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / spread
+    return linear_regression(x, y).slope

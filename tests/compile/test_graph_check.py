@@ -160,6 +160,19 @@ def test_the_models_own_graphs_pass() -> None:
     assert 3 <= sizes["full_attention_dense"]["max_rank"] <= 4 and sizes["full_attention_dense"]["nodes"] > 50
 
 
+@pytest.mark.parametrize("kind", [CONTEXT, DECODE])
+def test_graphs_hold_nothing_that_nobody_reads(kind: str) -> None:
+    """Exported programs run every operation that stands in them, also those whose result goes nowhere."""
+    config = make_config("qwen3_5", num_hidden_layers=2, layer_types=("linear_attention", "full_attention"))
+    description = describe_state(config, SLOTS, 64, torch.float32)
+    for spec in pass_specs(config, kind, SLOTS, 1 if kind == DECODE else 64):
+        program = capture(spec, config, torch.float32, description)
+        calls = [
+            node for node in program.graph.nodes if node.op == "call_function" and "assert" not in str(node.target)
+        ]
+        assert [node.name for node in calls if not node.users] == [], spec.name
+
+
 def test_exchanged_keys_and_values_of_the_model_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     run_layer = graphs_module.run_layer
 

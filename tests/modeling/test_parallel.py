@@ -129,7 +129,7 @@ def make_context(name: str) -> Context:
     start = torch.full((ROWS,), HELD)
     valid = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     cos, sin = ported_model(name).rope(text_positions(start, valid))
-    return Context.build(Way.PREFILL, start, valid.sum(dim=1), cos, sin, (TOKENS,), RANK)
+    return Context(Way.PREFILL, start, valid.sum(dim=1), cos, sin, (TOKENS,), RANK)
 
 
 def cut_conv(state: Tensor, config: ModelConfig, rank: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -163,13 +162,10 @@ def valid_by_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def everything_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Context.build
+    def broken(context: Context) -> Tensor:
+        return torch.ones(context.cos.shape[:2], dtype=torch.bool)
 
-    def broken(*arguments: Any) -> Context:
-        context = original(*arguments)
-        return dataclasses.replace(context, valid=torch.ones_like(context.valid))
-
-    monkeypatch.setattr(Context, "build", broken)
+    monkeypatch.setattr(Context, "valid", property(broken))
 
 
 def state_not_threaded(monkeypatch: pytest.MonkeyPatch) -> None:
