@@ -15,6 +15,7 @@ from nxdi_qwen.compile.executor import EagerExecutor
 from nxdi_qwen.compile.hardware_facts import Fact, available_host_bytes
 from nxdi_qwen.compile.neuron_artifact import NeuronArtifact
 from nxdi_qwen.compile.neuron_requests import Output, Requests
+from nxdi_qwen.compile.rounding import dtype_step
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.compile.source import DTYPES, ModelSource, Progress
 from nxdi_qwen.modeling.errors import InputError
@@ -148,12 +149,6 @@ def fitting(artifact: NeuronArtifact, prompts: Mapping[str, Sequence[int]]) -> t
         except InputError as error:
             skipped[name] = str(error)
     return {name: ids for name, ids in prompts.items() if name not in skipped}, skipped
-
-
-def dtype_step(value: float, dtype: torch.dtype) -> float:
-    """The distance of neighbouring values of `dtype` at `value`."""
-    _, exponent = math.frexp(abs(value))
-    return torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
 
 
 def _row(output: Output, row: int) -> Output:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nxdi_qwen.compile.source import DTYPES
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.parity.layer_run import LayerCase, LayerRun
-from nxdi_qwen.parity.near_ties import DTYPES
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from nxdi_qwen.compile.source import DTYPES
 from nxdi_qwen.parity.alone import Difference, Part, away_from_ties, beyond, compare_parts
 from nxdi_qwen.parity.layer_run import LayerCase, LayerRun, layer_cases, prompt_case
-from nxdi_qwen.parity.near_ties import DTYPES
 from nxdi_qwen.parity.plain_layer import PlainLayer
 from nxdi_qwen.parity.plain_weights import Weights
 from nxdi_qwen.parity.records import Run, Target

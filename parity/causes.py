@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from nxdi_qwen.compile.source import DTYPES
 from nxdi_qwen.parity.alone import Difference, away_from_ties, beyond, compare_parts
 from nxdi_qwen.parity.bench import LayerBench
 from nxdi_qwen.parity.layer_run import LayerRun
 from nxdi_qwen.parity.mistakes import MISTAKES
 from nxdi_qwen.parity.mistakes.base import MIXING, WEIGHTS, Mistake
 from nxdi_qwen.parity.mistakes.delta_net import StateInSixteenBits
-from nxdi_qwen.parity.near_ties import DTYPES
 from nxdi_qwen.parity.records import Run
 from nxdi_qwen.parity.result import Cause
 

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
+from nxdi_qwen.compile.rounding import dtype_step
+from nxdi_qwen.compile.source import DTYPES
 from nxdi_qwen.parity.records import Run
 from nxdi_qwen.parity.result import DECODE, PREFILL, TokenFlip
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def dtype_step(value: float, dtype: torch.dtype) -> float:
-    """The distance of neighbouring values of `dtype` at `value`."""
-    _, exponent = math.frexp(abs(value))
-    return torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
 
 
 def top1(run: Run) -> Tensor:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nxdi_qwen.compile.rounding import dtype_step
 from nxdi_qwen.parity.compare import compare_runs
 from nxdi_qwen.parity.moe import agreement, margin_rounding
-from nxdi_qwen.parity.near_ties import dtype_step
 from nxdi_qwen.parity.records import Prompt, Run, TopLogprobs
 from nxdi_qwen.parity.result import PromptResult
 from nxdi_qwen.parity.rounding import overlap

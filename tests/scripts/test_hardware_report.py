@@ -22,7 +22,7 @@ from torch import Tensor
 from nxdi_qwen.compile import hardware_parity, neuron_options
 from nxdi_qwen.compile.buckets import Buckets
 from nxdi_qwen.compile.executor import EagerExecutor
-from nxdi_qwen.compile.hardware_parity import dtype_step
+from nxdi_qwen.compile.rounding import dtype_step
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.scripts import hardware_report as script
