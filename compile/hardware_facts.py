@@ -88,6 +88,13 @@ def host_rss_bytes() -> Fact:
     return fact(lambda: _kilobytes("/proc/self/status", "VmRSS"))
 
 
+def peak_rss_bytes() -> int:
+    """The most host memory that this process held at once, mapped files included. (getrusage goes on from what the
+    parent process had.) Raises OSError or Unknown where the system does not say.
+    """
+    return _kilobytes("/proc/self/status", "VmHWM")
+
+
 def device_memory(devices: Path = Path("/sys/devices/virtual/neuron_device")) -> Fact:
     """Per physical core in use, what the driver counts: bytes now and at the peak."""
     return fact(lambda: _device_memory(devices))

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 
+from nxdi_qwen.compile.hardware_facts import peak_rss_bytes
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.weights import Checkpoint, checkpoint_blocks, plan_weights, write_ranks
 from tests.modeling.weights.synthetic import checkpoint_shapes, make_config
@@ -91,16 +92,11 @@ def convert(source: Path, out: Path, config: ModelConfig, degree: int) -> tuple[
     torch.set_num_threads(1)
     checkpoint = Checkpoint.open(source)
     plan = plan_weights(config, checkpoint)
-    base = peak_resident_bytes()
+    base = peak_rss_bytes()
     out.mkdir()
     paths = [out / f"tp{rank}.safetensors" for rank in range(degree)]
     write_ranks(paths, config, torch.bfloat16, checkpoint_blocks(plan, checkpoint, torch.bfloat16))
-    return base, peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].split()[0]) * 1024
+    return base, peak_rss_bytes()
 
 
 def measure(folder: Path, gigabytes: float, degree: int) -> Measured:

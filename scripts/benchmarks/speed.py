@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from nxdi_qwen.compile.artifact import open_artifact
-from nxdi_qwen.compile.cpu import aot_compile, load_cpu
+from nxdi_qwen.compile.cpu import aot_compile
 from nxdi_qwen.compile.graphs import quiet_export
-from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.compile.source import ModelSource, Progress
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.ops.gated_delta import ChunkMasks, gated_delta_prefill
 from nxdi_qwen.modeling.weights import weight_specs
 from nxdi_qwen.parity.records import Prompt
-from nxdi_qwen.parity.targets.huggingface import HuggingFaceSide
+from nxdi_qwen.parity.session import Asked, run_session
 from nxdi_qwen.scripts.benchmarks import worker
 
 PREFILL_TOKENS = (128, 512, 2048)
@@ -39,7 +38,6 @@ DECODE = ((1, 512), (8, 128))  # batch, tokens of context
 DECODE_STEPS = 8
 MAX_LENGTH = 2560
 _PARITY_PROMPTS = (1, 65, 128)
-_PARITY_STEPS = 4
 PARITY_TOLERANCE = 1e-4
 
 
@@ -118,7 +116,7 @@ def measure_speed(model: Path, work: Path, rounds: int, vllm_python: Path | None
     package = work / "rule.pt2"
     _compile_operation(package)
     progress("builds", len(builds) + 1, len(builds) + 1)
-    parity = check_parity(model, work / "float32", progress)
+    parity = check_parity(model, work / "float32", work / "references", progress)
 
     starts: dict[str, tuple[str, tuple[Path, ...]]] = {
         "ours": (sys.executable, (work / "one", work / "eight", package)),
@@ -214,31 +212,23 @@ def measure_floors() -> dict[str, float]:
     return result
 
 
-def check_parity(model: Path, artifact: Path, progress: Progress) -> float:
+def check_parity(model: Path, artifact: Path, cache: Path, progress: Progress) -> float:
     """The largest difference of the float32 artifact's logits from transformers', over the largest logit.
 
-    Raises InputError above `PARITY_TOLERANCE`: no time of a wrong build is worth anything.
+    Raises InputError above `PARITY_TOLERANCE`: no time of a wrong build is worth anything. `cache`: for references.
     """
-    manifest = open_artifact(artifact)
-    runner = SlotRunner(load_cpu(artifact, manifest))
-    reference = HuggingFaceSide(ModelSource.from_checkpoint(model), "float32")
+    vocabulary = open_artifact(artifact).model.vocab_size
     generator = torch.Generator().manual_seed(0)
-    worst = 0.0
-    for done, length in enumerate(_PARITY_PROMPTS):
-        progress("parity", done, len(_PARITY_PROMPTS))
-        ids = torch.randint(0, manifest.model.vocab_size, (length,), generator=generator).tolist()
-        run = reference.run(Prompt(f"{length} tokens", tuple(ids)), None, _PARITY_STEPS)
-        logits = [runner.prefill(0, ids), *(runner.decode({0: token})[0] for token in run.forced)]
-        assert run.logits is not None
-        expected = run.logits[length - 1 :]
-        error = ((torch.stack(logits) - expected).abs().max() / expected.abs().max()).item()
-        if not error <= PARITY_TOLERANCE:
-            raise InputError(
-                f"the float32 build is wrong: {error:.1e} from transformers on a prompt of {length} tokens"
-            )
-        worst = max(worst, error)
-    progress("parity", len(_PARITY_PROMPTS), len(_PARITY_PROMPTS))
-    return worst
+    prompts = [
+        Prompt(f"{length} tokens", tuple(torch.randint(0, vocabulary, (length,), generator=generator).tolist()))
+        for length in _PARITY_PROMPTS
+    ]
+    asked = Asked(model, f"artifact:{artifact}", prompts=prompts, tolerance=PARITY_TOLERANCE, cache=cache)
+    outcome = run_session(asked, progress)
+    assert outcome is not None
+    if not outcome.passed:
+        raise InputError(f"the float32 build is wrong: {' '.join(outcome.lines)}")
+    return max(error for result in outcome.prompts for error in result.positions_rel if error is not None)
 
 
 def _specs(source: ModelSource) -> Any:

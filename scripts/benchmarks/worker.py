@@ -1,7 +1,7 @@
 """One peer of the benchmark in a process of its own: reads a request a line from standard input, answers in JSON.
 
-Requests: ``prefill T``, ``decode BATCH CONTEXT STEPS``, ``operation T``, ``memory``. Answers: seconds (of one prefill,
-of one decode step, of one call), or bytes. Whatever libraries print goes to standard error. Run as
+Requests: ``prefill T``, ``decode BATCH CONTEXT STEPS``, ``operation T``, and of ours ``memory``. Answers: seconds (of
+one prefill, of one decode step, of one call), or bytes. Whatever libraries print goes to standard error. Run as
 ``python worker.py PEER MODEL [ARTIFACT-FOR-1 ARTIFACT-FOR-8 PACKAGE]``; imports nothing of this package unless the peer
 needs it, so that vLLM's own Python can run it.
 """
@@ -25,15 +25,6 @@ def random_ids(rows: int, tokens: int, vocabulary: int) -> list[list[int]]:
     import torch
 
     return torch.randint(1, vocabulary, (rows, tokens)).tolist()
-
-
-def peak_memory() -> int:
-    """The most bytes of this process that were in memory at once, mapped files included. (Not from getrusage, which
-    goes on from what the parent process had.)
-    """
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
 
 
 def operation_inputs(tokens: int) -> tuple[Any, ...]:
@@ -98,6 +89,11 @@ class Ours:
         begin = time.perf_counter()
         rule(*inputs)
         return time.perf_counter() - begin
+
+    def memory(self) -> int:
+        from nxdi_qwen.compile.hardware_facts import peak_rss_bytes
+
+        return peak_rss_bytes()
 
 
 class Transformers:
@@ -190,10 +186,7 @@ def main() -> None:
         print("ready", file=answers, flush=True)
         for line in sys.stdin:
             name, *numbers = line.split()
-            if name == "memory":
-                answer: float = peak_memory()
-            else:
-                answer = getattr(made, name)(*map(int, numbers))
+            answer: float = getattr(made, name)(*map(int, numbers))
             print(answer, file=answers, flush=True)
 
 

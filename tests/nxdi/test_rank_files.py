@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nxdi_qwen.compile.hardware_facts import peak_rss_bytes
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.nxdi.weights import rank_file, write_nxdi_ranks
 from nxdi_qwen.modeling.weights import Block, Checkpoint, checkpoint_blocks, collect, plan_weights, random_blocks
-from tests.measure_conversion import make_checkpoint, model_of, peak_resident_bytes
+from tests.measure_conversion import make_checkpoint, model_of
 from tests.modeling.weights.synthetic import make_config
 from tests.nxdi.references import NAMES, write_checkpoint
 
@@ -191,9 +192,9 @@ def convert(source: Path, out: Path, config: ModelConfig) -> tuple[int, float]:
     stored = Checkpoint.open(source)
     plan = plan_weights(config, stored)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now: imports took more for a moment
-    base, start = peak_resident_bytes(), time.process_time()
+    base, start = peak_rss_bytes(), time.process_time()
     write_nxdi_ranks(out, range(4), plan.config, BFLOAT16, 4, checkpoint_blocks(plan, stored, BFLOAT16))
-    return peak_resident_bytes() - base, time.process_time() - start
+    return peak_rss_bytes() - base, time.process_time() - start
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_a_wrong_build_is_not_timed(
     monkeypatch.setattr(speed, "PARITY_TOLERANCE", 1e-9)
     artifact = artifact_of(tmp_path_factory, "qwen3_5")
     with pytest.raises(InputError, match="the float32 build is wrong"):
-        speed.check_parity(checkpoint_of(tmp_path_factory, "qwen3_5"), artifact, lambda *_: None)
+        speed.check_parity(checkpoint_of(tmp_path_factory, "qwen3_5"), artifact, tmp_path, lambda *_: None)
 
 
 def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
