@@ -5,7 +5,7 @@
     manifest.json
     graphs/<name>.pt2
     weights/tp<rank>_sharded_checkpoint.safetensors
-    tokenizer/...
+    config.json, tokenizer.json ...: the checkpoint's own, for whoever reads a model folder (transformers, vLLM)
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from nxdi_qwen.modeling.weights.write import rank_file
 
 GRAPHS = "graphs"
 WEIGHTS = "weights"
-TOKENIZER = "tokenizer"
 _PARTIAL = ".partial-"
 
 
@@ -41,12 +40,12 @@ def weights_file(rank: int) -> str:
     return f"{WEIGHTS}/{rank_file(rank)}"
 
 
-def copy_text_files(source: ModelSource, folder: Path) -> dict[str, str]:
-    """Copies the tokenizer; returns the files' names below `folder` with their hashes."""
+def copy_checkpoint_files(source: ModelSource, folder: Path) -> dict[str, str]:
+    """Copies configuration and tokenizer; returns the files' names below `folder` with their hashes."""
     hashes = {}
-    for path in source.text_files:
+    for path in (*source.config_files, *source.text_files):
         assert source.folder is not None
-        name = f"{TOKENIZER}/{path.relative_to(source.folder)}"
+        name = str(path.relative_to(source.folder))
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
         hashes[name] = file_sha256(folder / name)
@@ -164,7 +163,7 @@ def _lock(folder: Path) -> int | None:
 def open_artifact(folder: Path, verify: bool = False) -> Manifest:
     """Reads the manifest and checks every file against it.
 
-    Graphs and tokenizer files by their hashes, weights by size, header and names; with `verify`, weights by their
+    Graphs and the checkpoint's files by their hashes, weights by size, header and names; with `verify`, weights by their
     hash too. Raises InputError with the reason for anything stale, foreign, truncated, edited or half-written.
     """
     name = folder.resolve().name
@@ -179,7 +178,7 @@ def open_artifact(folder: Path, verify: bool = False) -> Manifest:
         raise InputError(
             f"{folder} was compiled for {manifest.machine}, this machine is {current_machine()}; compile it again here"
         )
-    hashed = {entry.file: entry.sha256 for entry in manifest.graphs.values()} | manifest.text_files
+    hashed = {entry.file: entry.sha256 for entry in manifest.graphs.values()} | manifest.checkpoint_files
     for name, sha256 in hashed.items():
         if file_sha256(_present(folder, name)) != sha256:
             raise InputError(f"{folder / name} was edited or damaged (its hash differs); compile the artifact again")

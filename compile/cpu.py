@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from nxdi_qwen.compile.artifact import (
     GRAPHS,
     WEIGHTS,
-    copy_text_files,
+    copy_checkpoint_files,
     current_libraries,
     file_sha256,
     weights_entry,
@@ -125,7 +125,7 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
             state=describe_tensors(description),
             graphs=graphs,
             weights=tuple(weights_entry(folder, rank) for rank in range(options.degree)),
-            text_files=copy_text_files(source, folder),
+            checkpoint_files=copy_checkpoint_files(source, folder),
             libraries=current_libraries(),
             machine=current_machine(),
         )

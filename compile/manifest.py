@@ -18,7 +18,7 @@ from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
 from nxdi_qwen.modeling.state import StateDescription
 
 FORMAT = "nxdi-qwen artifact"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST_FILE = "manifest.json"
 
 
@@ -62,7 +62,7 @@ class Manifest:
     state: tuple[dict[str, Any], ...]
     graphs: dict[str, GraphEntry]
     weights: tuple[WeightsEntry, ...]  # one a rank, in rank order
-    text_files: dict[str, str]  # tokenizer file below the folder -> sha256
+    checkpoint_files: dict[str, str]  # configuration and tokenizer, file below the folder -> sha256
     libraries: dict[str, str]
     machine: str
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxdi_qwen.compile.artifact import copy_text_files, written_atomically
+from nxdi_qwen.compile.artifact import copy_checkpoint_files, written_atomically
 from nxdi_qwen.compile.neuron_options import NeuronOptions
 from nxdi_qwen.compile.source import DTYPES, ModelSource
 
@@ -48,10 +48,10 @@ def application_of(source: ModelSource, options: NeuronOptions) -> NeuronHybridF
 
 
 def compile_neuron(source: ModelSource, out: Path, options: NeuronOptions) -> None:
-    """Writes what NxDI writes (`model.pt`, `neuron_config.json`, one weights file a rank) and the tokenizer into the
-    new folder `out`, atomically. `source` is a checkpoint folder.
+    """Writes what NxDI writes (`model.pt`, `neuron_config.json`, one weights file a rank), the configuration and
+    the tokenizer into the new folder `out`, atomically. `source` is a checkpoint folder.
     """
     application = application_of(source, options)
     with written_atomically(out) as folder:
         application.compile(str(folder))
-        copy_text_files(source, folder)
+        copy_checkpoint_files(source, folder)

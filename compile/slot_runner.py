@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from nxdi_qwen.compile.executor import Executor
+from nxdi_qwen.compile.graphs import HEAD_ROWS
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.model import Batch, text_positions
 
@@ -37,11 +38,21 @@ class SlotRunner:
 
     def prefill(self, slot: int, ids: Sequence[int]) -> Tensor:
         """Starts a request in `slot`, whatever it held. Returns logits [V] float32 after the last token."""
-        return self._encode(slot, ids, every_position=False)
+        for logits, _ in self._encode(slot, ids):
+            last = logits
+        return last[0].to(torch.float32)
 
     def prefill_all_logits(self, slot: int, ids: Sequence[int]) -> Tensor:
         """Like `prefill`, but returns the logits after every token, [T, V] float32."""
-        return self._encode(slot, ids, every_position=True)
+        return torch.cat(list(self.prefill_blocks(slot, ids)))
+
+    def prefill_blocks(self, slot: int, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Like `prefill_all_logits`, a few positions at a time: [N, V] float32, in order. The request has started when
+        all are taken.
+        """
+        for _, hidden in self._encode(slot, ids):
+            for block in hidden.split(HEAD_ROWS):
+                yield self.executor.head(block).to(torch.float32)
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
         """One step for the slots named, each with its next token: logits [V] float32 by slot.
@@ -63,10 +74,11 @@ class SlotRunner:
             self.lengths[slot] += 1
         return {slot: logits[slot].to(torch.float32) for slot in tokens}
 
-    def _encode(self, slot: int, ids: Sequence[int], every_position: bool) -> Tensor:
+    def _encode(self, slot: int, ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each piece of the prompt, logits [1, V] after its last token and hidden [N, H] of its N tokens."""
         check_prompt(ids, self.executor.config.vocab_size, self.executor.description.max_length)
         self.lengths[slot] = 0  # what the slot held is overwritten from here on, even if this fails
-        result, done = [], 0
+        done = 0
         for bucket, count in self.executor.buckets.cut(len(ids)):
             padded = torch.zeros(1, bucket, dtype=torch.int64)
             padded[0, :count] = torch.tensor(ids[done : done + count])
@@ -74,11 +86,6 @@ class SlotRunner:
             start = torch.tensor([done])
             batch = Batch(padded, valid, text_positions(start, valid), start, torch.tensor([slot]))
             logits, hidden, self.state = self.executor.context(batch, self.state)
-            if every_position:
-                result.append(self.executor.head(hidden[0, :count]))
-            else:
-                result = [logits]
+            yield logits, hidden[0, :count]
             done += count
         self.lengths[slot] = done
-        out = torch.cat(result).to(torch.float32)
-        return out if every_position else out[0]

@@ -11,7 +11,7 @@ import torch
 
 from nxdi_qwen.compile.text import TextCodec
 from nxdi_qwen.modeling.config import ModelConfig
-from nxdi_qwen.modeling.config_loader import load_config
+from nxdi_qwen.modeling.config_loader import CONFIG_FILE, GENERATION_FILE, load_config
 from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
 from nxdi_qwen.modeling.model import HybridCausalLM
 from nxdi_qwen.modeling.parallel import parameter_cuts, with_cuts
@@ -44,8 +44,8 @@ class ModelSource:
 
     `blocks(dtype)` streams the rows of its parameters in the order of `modeling.weights.weight_specs`. `fingerprint`
     tells checkpoints apart without reading them: a hash over all tensors' names, shapes, dtypes and places, and over
-    the files' sizes and times of change. `notes` are lines worth showing; `text_files` are the tokenizer's, below
-    `folder`.
+    the files' sizes and times of change. `notes` are lines worth showing; `text_files` are the tokenizer's and
+    `config_files` the configuration's, below `folder`.
     """
 
     name: str
@@ -55,6 +55,7 @@ class ModelSource:
     notes: tuple[str, ...]
     folder: Path | None
     text_files: tuple[Path, ...]
+    config_files: tuple[Path, ...]
     blocks: Callable[[torch.dtype], Iterator[Block]]
 
     @classmethod
@@ -71,6 +72,7 @@ class ModelSource:
             notes=(*loaded.notes, *plan.notes),
             folder=folder,
             text_files=tuple(TextCodec.files(folder)),
+            config_files=tuple(filter(Path.is_file, (folder / CONFIG_FILE, folder / GENERATION_FILE))),
             blocks=lambda dtype: checkpoint_blocks(plan, checkpoint, dtype),
         )
 
@@ -86,6 +88,7 @@ class ModelSource:
             notes=("random weights: the shapes are those of the public model, the text is noise",),
             folder=None,
             text_files=(),
+            config_files=(),
             blocks=lambda dtype: random_blocks(config, dtype, RANDOM_SEED),
         )
 

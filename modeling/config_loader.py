@@ -16,6 +16,7 @@ from nxdi_qwen.modeling.config_section import ConfigSection, read_json_object
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.generation_defaults import GenerationDefaults, read_generation_defaults
 
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 FAMILY_OF_MODEL_TYPE = {
     "qwen3_next": "qwen3_next",
     "qwen3_5": "qwen3_5",
@@ -83,9 +84,9 @@ def load_config(folder: str | Path) -> LoadedConfig:
     model type, and missing, mistyped, out-of-range or model-changing values, each named with its file.
     """
     path = _checkpoint_folder(folder)
-    config_path, generation_path = path / "config.json", path / "generation_config.json"
+    config_path, generation_path = path / CONFIG_FILE, path / GENERATION_FILE
     if not config_path.is_file():
-        raise InputError(f"no config.json in {path}; give the folder of a Hugging Face checkpoint")
+        raise InputError(f"no {CONFIG_FILE} in {path}; give the folder of a Hugging Face checkpoint")
     outer = ConfigSection(read_json_object(config_path))
     generation_section = ConfigSection(read_json_object(generation_path) if generation_path.is_file() else {})
     with _naming(generation_path):

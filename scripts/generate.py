@@ -8,14 +8,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nxdi_qwen.compile.artifact import TOKENIZER, open_artifact
+from nxdi_qwen.compile.artifact import open_artifact
 from nxdi_qwen.compile.cpu import load_cpu
 from nxdi_qwen.compile.distributed import check_ranks, follow, leading, process_group
 from nxdi_qwen.compile.engine import Completion, Engine
 from nxdi_qwen.compile.manifest import Manifest
 from nxdi_qwen.compile.sampling import SamplingParams
 from nxdi_qwen.compile.slot_runner import check_prompt
-from nxdi_qwen.compile.text import TextCodec
+from nxdi_qwen.compile.text import TOKENIZER_FILE, TextCodec
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.scripts import command
 
@@ -110,14 +110,14 @@ def _generate(options: Any, rank: int, ranks: int) -> int:
 def _codec(options: Any, manifest: Manifest) -> TextCodec | None:
     """The artifact's tokenizer; token ids run without one, also where its files cannot be used."""
     needed = options.stop or any(isinstance(prompt, str) for prompt in options.prompts)
-    if not manifest.text_files:
+    if TOKENIZER_FILE not in manifest.checkpoint_files:
         if needed:
             raise InputError(
                 f"{options.artifacts} has no tokenizer: give only --ids, or compile a folder that has tokenizer.json"
             )
         return None
     try:
-        return TextCodec.from_folder(options.artifacts / TOKENIZER)
+        return TextCodec.from_folder(options.artifacts)
     except InputError:
         if needed:
             raise

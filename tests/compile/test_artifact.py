@@ -73,7 +73,9 @@ def test_round_trip(original: Path, tmp_path_factory: pytest.TempPathFactory, tm
     assert (manifest.target, manifest.optimized, manifest.dtype) == ("cpu", False, "float32")
     parts = ("embed", "linear_attention_dense", "full_attention_dense", "logits")
     assert list(manifest.graphs) == [*(f"{kind}.{part}" for kind in ("context_64", "decode") for part in parts), "head"]
-    assert set(manifest.text_files) == {"tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"}
+    assert set(manifest.checkpoint_files) == {
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
     assert [entry["name"] for entry in manifest.state] == [
         f"layers.{layer}.{role}" for layer, role in [(0, "recurrent"), (0, "conv"), (1, "key"), (1, "value")]
     ]
@@ -143,10 +145,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
     "graph missing": (lambda at: (at / GRAPH).unlink(), f"{GRAPH} is missing: the artifact is incomplete"),
     "graph a folder": (lambda at: [(at / GRAPH).unlink(), (at / GRAPH).mkdir()], f"{GRAPH} is missing"),
     "tokenizer edited": (
-        lambda at: changed_byte(at / "tokenizer/tokenizer_config.json", 20),
-        "tokenizer/tokenizer_config.json was edited or damaged",
+        lambda at: changed_byte(at / "tokenizer_config.json", 20),
+        "tokenizer_config.json was edited or damaged",
     ),
-    "tokenizer missing": (lambda at: (at / "tokenizer/tokenizer.json").unlink(), "tokenizer.json is missing"),
+    "tokenizer missing": (lambda at: (at / "tokenizer.json").unlink(), "tokenizer.json is missing"),
     "weights missing": (lambda at: (at / WEIGHTS).unlink(), f"{WEIGHTS} is missing"),
     "weights truncated": (
         lambda at: (at / WEIGHTS).write_bytes((at / WEIGHTS).read_bytes()[:-4]),

@@ -30,7 +30,7 @@ def random_source(config: ModelConfig) -> ModelSource:
     def blocks(dtype: torch.dtype) -> Iterator[Block]:
         return random_blocks(config, dtype, seed=0)
 
-    return ModelSource("tiny", config, GenerationDefaults(), "random-0", (), None, (), blocks)
+    return ModelSource("tiny", config, GenerationDefaults(), "random-0", (), None, (), (), blocks)
 
 
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ("linear_attention",)}
@@ -84,7 +84,7 @@ def test_a_shape_with_random_weights(tmp_path: Path) -> None:
     told: dict[str, list[tuple[int, int]]] = {}
     options = CompileOptions(slots=2, max_length=200, buckets=(128, 64))
     manifest = compile_cpu(SOURCE, tmp_path / "out", options, lambda stage, *at: told.setdefault(stage, []).append(at))
-    assert (manifest.dtype, manifest.buckets, manifest.text_files) == ("bfloat16", (64, 128), {})
+    assert (manifest.dtype, manifest.buckets, manifest.checkpoint_files) == ("bfloat16", (64, 128), {})
     executor = load_cpu(tmp_path / "out", open_artifact(tmp_path / "out", verify=True))
     eager = EagerExecutor(SOURCE.load(torch.bfloat16), 2, 200, Buckets((64, 128)))
     ids = torch.randint(0, 32, (150,), generator=torch.Generator().manual_seed(0)).tolist()

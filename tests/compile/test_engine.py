@@ -181,7 +181,7 @@ class Counting(Executor):
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    return TextCodec.from_folder(artifact_of(tmp_path_factory, "qwen3_5") / "tokenizer")
+    return TextCodec.from_folder(artifact_of(tmp_path_factory, "qwen3_5"))
 
 
 def texts(codec: TextCodec | None, prompt: str | list[int], **options: object) -> tuple[list[Event], Completion]:

@@ -151,11 +151,11 @@ def without_tokenizer(artifact: Path, folder: Path, keep: tuple[str, ...] = ()) 
     """A copy of the artifact as it comes from a checkpoint without tokenizer files, but for those in `keep`."""
     copy = Path(shutil.copytree(artifact, folder / "copy"))
     content = json.loads((copy / "manifest.json").read_text())
-    for name in list(content["text_files"]):
+    for name in list(content["checkpoint_files"]):
         if Path(name).name not in keep:
             (copy / name).unlink()
-            del content["text_files"][name]
-    edited_manifest(copy, text_files=content["text_files"])
+            del content["checkpoint_files"][name]
+    edited_manifest(copy, checkpoint_files=content["checkpoint_files"])
     return copy
 
 
