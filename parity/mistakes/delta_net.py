@@ -64,9 +64,11 @@ class TailAtBucketEnd(_InDeltaNet):
 
 
 class TailRepeatsFirst(_InDeltaNet):
-    cause, what = CONV_TAIL, "where fewer tokens come than the conv state holds, the first of them fills it up"
+    cause, what = CONV_TAIL, "where a prompt is shorter than the conv state, its first token fills it up"
 
     def conv_tail(self, window: Tensor, count: int, old: Tensor) -> Tensor:
+        if old.any():
+            return super().conv_tail(window, count, old)
         width = old.shape[1]
         return window[(count + torch.arange(width)).clamp(min=width)].T
 
