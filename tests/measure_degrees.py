@@ -83,6 +83,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], required=True)
     parser.add_argument("--layers", type=int, help="only the first layers, where all do not fit one GPU")
     parser.add_argument("--expert-degree", type=int, default=1)
+    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -90,9 +91,10 @@ def main() -> int:
     local_rank = int(os.environ["LOCAL_RANK"])  # torchrun's own
     device = torch.device("cuda", local_rank % gpus)
     torch.cuda.set_device(device)
-    # NCCL takes one rank a GPU; on fewer GPUs gloo shows the same arithmetic, more slowly.
-    backend = "nccl" if gpus >= int(os.environ["LOCAL_WORLD_SIZE"]) else "gloo"
-    distributed.init_process_group(backend)
+    if options.backend == "nccl" and gpus < int(os.environ["LOCAL_WORLD_SIZE"]):
+        # NCCL refuses two ranks of one host on one GPU. As ranks of two hosts they talk over a socket, and share it.
+        os.environ["NCCL_HOSTID"] = f"rank-{local_rank}"
+    distributed.init_process_group(options.backend)
     rank, degree = distributed.get_rank(), distributed.get_world_size()
     config, dtype = preset(options.preset), getattr(torch, options.dtype)
     if options.layers:
@@ -118,7 +120,7 @@ def main() -> int:
             "layers": config.num_hidden_layers,
             "dtype": options.dtype,
             "degree": degree,
-            "backend": backend,
+            "backend": options.backend,
             "gpus": gpus,
             "expert_degree": options.expert_degree,
             "prompts": LENGTHS,
