@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
-FOLDERS = ("modeling", "compile", "parity", "scripts")
+FOLDERS = ("modeling", "compile", "parity", "serving", "scripts")
 
 
 def packages_below(folder: str) -> list[str]:
@@ -40,8 +40,11 @@ setup(
             "nxdi-qwen-generate = nxdi_qwen.scripts.generate:main",
             "nxdi-qwen-hardware-report = nxdi_qwen.scripts.hardware_report:main",
             "nxdi-qwen-plan = nxdi_qwen.scripts.plan:main",
+            "nxdi-qwen-serve = nxdi_qwen.scripts.serve:main",
             "logit-diff = nxdi_qwen.scripts.logit_diff:main",
         ],
         "pytest11": ["nxdi-qwen-parity = nxdi_qwen.parity.pytest_plugin"],
+        "vllm.platform_plugins": ["nxdi_qwen = nxdi_qwen.serving.plugin:platform"],
+        "vllm.general_plugins": ["nxdi_qwen = nxdi_qwen.serving.plugin:general"],
     },
 )

@@ -1,0 +1,94 @@
+"""Makes vLLM's configuration fit an artifact, or says what does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NoReturn
+
+from vllm.config import CompilationMode, VllmConfig
+
+from nxdi_qwen.compile.artifact import open_artifact
+from nxdi_qwen.compile.cpu import TARGET
+from nxdi_qwen.compile.manifest import Manifest
+from nxdi_qwen.compile.source import DTYPES
+from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.modeling.partition import Parallel
+from nxdi_qwen.modeling.state import describe_state
+from nxdi_qwen.serving.cache_spec import ALIGNMENT, choose_blocks
+from nxdi_qwen.serving.prefix_caching import turn_off
+
+
+def fit_to_artifact(vllm_config: VllmConfig) -> None:
+    """Chooses worker, dtype, scheduling and block sizes.
+
+    Raises ValueError, with what to change, where vLLM was asked for what the artifact cannot do.
+    """
+    manifest = _manifest(vllm_config)
+    _check(vllm_config, manifest)
+    model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
+    vllm_config.parallel_config.worker_cls = "nxdi_qwen.serving.worker.Worker"
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    model.dtype = DTYPES[manifest.dtype]
+    # The next step needs this step's tokens on the host. Prompts are encoded whole, cut where this package cuts them,
+    # so that a request's numbers do not depend on what runs beside it.
+    scheduler.async_scheduling = False
+    scheduler.enable_chunked_prefill = False
+    scheduler.max_num_batched_tokens = max(
+        scheduler.max_num_batched_tokens, model.max_model_len, scheduler.max_num_seqs
+    )
+    if cache.enable_prefix_caching:
+        turn_off(vllm_config)
+    description = describe_state(
+        manifest.model,
+        manifest.slots,
+        manifest.max_length,
+        DTYPES[manifest.dtype],
+        Parallel(manifest.degree, 0, manifest.expert_degree),
+    )
+    blocks = choose_blocks(description, cache.block_size or ALIGNMENT)
+    cache.block_size = blocks.tokens
+    cache.mamba_block_size = model.max_model_len
+    cache.mamba_page_size_padded = blocks.page_bytes
+
+
+def _manifest(vllm_config: VllmConfig) -> Manifest:
+    folder = Path(vllm_config.model_config.model)
+    try:
+        manifest = open_artifact(folder)
+    except InputError as error:
+        _refuse(str(error))
+    if manifest.target != TARGET:
+        _refuse(f"{folder} was compiled for the target {manifest.target}, this serves artifacts of the target {TARGET}")
+    return manifest
+
+
+def _check(vllm_config: VllmConfig, manifest: Manifest) -> None:
+    slots, degree = vllm_config.scheduler_config.max_num_seqs, vllm_config.parallel_config.tensor_parallel_size
+    length = vllm_config.model_config.max_model_len
+    if slots > manifest.slots:
+        _refuse(
+            f"vLLM may run {slots} requests at once and the artifact holds {manifest.slots}: give "
+            f"--max-num-seqs {manifest.slots}, or compile with --batch-size {slots}"
+        )
+    if length > manifest.max_length:
+        _refuse(
+            f"requests may have {length} tokens and the artifact's slots hold {manifest.max_length}: give "
+            f"--max-model-len {manifest.max_length}, or compile with --max-length {length}"
+        )
+    if degree != manifest.degree:
+        _refuse(
+            f"--tensor-parallel-size is {degree} and the artifact has degree {manifest.degree}: give "
+            f"--tensor-parallel-size {manifest.degree}, or compile with --degree {degree}"
+        )
+    for name, given in (
+        ("--pipeline-parallel-size", vllm_config.parallel_config.pipeline_parallel_size > 1),
+        ("--speculative-config", vllm_config.speculative_config is not None),
+        ("--enable-lora", vllm_config.lora_config is not None),
+        ("--kv-transfer-config", vllm_config.kv_transfer_config is not None),
+    ):
+        if given:
+            _refuse(f"{name} is not supported with an artifact: leave it out")
+
+
+def _refuse(why: str) -> NoReturn:
+    raise ValueError(why)
