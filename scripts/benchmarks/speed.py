@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -31,6 +30,7 @@ from nxdi_qwen.modeling.weights import weight_specs
 from nxdi_qwen.parity.records import Prompt
 from nxdi_qwen.parity.session import Asked, run_session
 from nxdi_qwen.scripts.benchmarks import worker
+from nxdi_qwen.scripts.benchmarks.builds import Build, build_artifact
 
 PREFILL_TOKENS = (128, 512, 2048)
 OPERATION_TOKENS = 2048
@@ -103,14 +103,14 @@ def measure_speed(model: Path, work: Path, rounds: int, vllm_python: Path | None
     weights = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in _specs(source).values())
     work.mkdir(parents=True, exist_ok=True)
     builds = {
-        "one": _Build("bfloat16", 1, PREFILL_TOKENS, MAX_LENGTH),
-        "eight": _Build("bfloat16", 8, (128,), 512),
-        "float32": _Build("float32", 1, (128,), 192),
+        "one": Build("bfloat16", 1, PREFILL_TOKENS, MAX_LENGTH),
+        "eight": Build("bfloat16", 8, (128,), 512),
+        "float32": Build("float32", 1, (128,), 192),
     }
     memory = {}
     for done, (name, build) in enumerate(builds.items()):
         progress("builds", done, len(builds) + 1)
-        if _build(model, source, work / name, build) and name == "one":
+        if build_artifact(model, source, work / name, build) and name == "one":
             # The largest of the children so far, or this process where that was larger when it started them.
             memory["compile"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
     package = work / "rule.pt2"
@@ -161,21 +161,6 @@ def measure_speed(model: Path, work: Path, rounds: int, vllm_python: Path | None
         weights=weights,
         parity=parity,
     )
-
-
-@dataclass(frozen=True)
-class _Build:
-    """What an artifact is compiled for."""
-
-    dtype: str
-    slots: int
-    buckets: tuple[int, ...]
-    max_length: int
-
-    def options(self) -> list[str]:
-        buckets = ",".join(map(str, self.buckets))
-        sizes = ("--batch-size", self.slots, "--buckets", buckets, "--max-length", self.max_length)
-        return ["--dtype", self.dtype, *map(str, sizes)]
 
 
 def tasks_of(source: ModelSource, weights: int) -> tuple[Task, ...]:
@@ -233,29 +218,6 @@ def check_parity(model: Path, artifact: Path, cache: Path, progress: Progress) -
 
 def _specs(source: ModelSource) -> Any:
     return weight_specs(source.config, torch.bfloat16)
-
-
-def _build(model: Path, source: ModelSource, out: Path, build: _Build) -> bool:
-    """Compiles an optimised artifact with the command a user would use; False: one that is there and fits is kept."""
-    if out.exists():
-        try:
-            manifest = open_artifact(out)
-        except InputError:
-            manifest = None
-        made = (manifest.dtype, manifest.slots, manifest.buckets, manifest.max_length) if manifest else None
-        if manifest and manifest.source["fingerprint"] == source.fingerprint and made == astuple(build):
-            return False
-        shutil.rmtree(out)
-    command = [sys.executable, "-m", "nxdi_qwen.scripts.neuron_compile", "--target", "cpu", "--optimize"]
-    done = subprocess.run(
-        [*command, "--model", str(model), "--out", str(out), *build.options()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise InputError(f"neuron-compile failed: {done.stderr.strip().splitlines()[-1]}")
-    return True
 
 
 def _compile_operation(path: Path) -> None:

@@ -15,6 +15,7 @@ from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.scripts.benchmark import benchmark
 from nxdi_qwen.scripts.benchmarks import cost, report, speed
 from nxdi_qwen.scripts.benchmarks.cost import Cost, Point
+from nxdi_qwen.scripts.benchmarks.serve import Round, Serve
 from nxdi_qwen.scripts.benchmarks.speed import Speed, Task, Timing
 from tests.artifacts import OPTIONS, artifact_of, checkpoint_of
 from tests.command_line import call, refused
@@ -92,7 +93,7 @@ def tiny_builds(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_cpu(source, out, dataclasses.replace(OPTIONS, slots=build.slots))
         return True
 
-    monkeypatch.setattr(speed, "_build", build)
+    monkeypatch.setattr(speed, "build_artifact", build)
     monkeypatch.setattr(speed, "_PARITY_PROMPTS", (1, 65))
     monkeypatch.setattr(speed, "PREFILL_TOKENS", (65,))
     monkeypatch.setattr(speed, "DECODE", ((1, 8), (8, 4)))
@@ -160,3 +161,31 @@ def test_bad_input(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     refused(capsys, benchmark, tmp_path, arguments, message)
+
+
+SERVE = Serve(
+    model="small",
+    versions={"vllm": "0"},
+    rounds=tuple(
+        Round(peer, seconds, (seconds,) * 16)
+        for ours, theirs in ((1.0, 2.0), (4.0, 4.0), (8.0, 4.0))
+        for peer, seconds in (("ours", ours), ("vllm", theirs))
+    ),
+)
+
+
+def test_ratio_table_and_plot_of_serving(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert SERVE.ratio() == pytest.approx(1.0)  # the median of 2, 1 and 0.5
+    assert SERVE.throughput("ours")[0] == pytest.approx(16 * 32)
+    figures = json.loads(json.dumps(report.serve_figures(SERVE)))
+    assert figures["derived"]["tokens_per_second"] == {"ours": pytest.approx(128.0), "vllm": pytest.approx(128.0)}
+    report.print_serve(SERVE)
+    assert "1.00 times the tokens" in capsys.readouterr().out
+    report.plot_serve(SERVE, tmp_path / "serve.png")
+    assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_serving_is_refused_without_a_python_that_has_vllm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    arguments = ["serve", "--model", str(tmp_path), "--work", str(tmp_path / "work")]
+    refused(capsys, benchmark, tmp_path, [*arguments, "--vllm-python", str(tmp_path / "none")], "no Python at")
+    refused(capsys, benchmark, tmp_path, arguments, "--vllm-python")
