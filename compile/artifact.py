@@ -163,8 +163,8 @@ def _lock(folder: Path) -> int | None:
 def open_artifact(folder: Path, verify: bool = False) -> Manifest:
     """Reads the manifest and checks every file against it.
 
-    Graphs and the checkpoint's files by their hashes, weights by size, header and names; with `verify`, weights by their
-    hash too. Raises InputError with the reason for anything stale, foreign, truncated, edited or half-written.
+    Graphs and the checkpoint's files by their hashes, weights by size, header and names; with `verify`, weights by
+    their hash too. Raises InputError with the reason for anything stale, foreign, truncated, edited or half-written.
     """
     name = folder.resolve().name
     if name.startswith(".") and _PARTIAL in name:

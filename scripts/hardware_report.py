@@ -15,6 +15,7 @@ from rich.table import Table
 from nxdi_qwen.compile.distributed import library_output_on_stderr
 from nxdi_qwen.compile.hardware_facts import device_files
 from nxdi_qwen.compile.hardware_report import Choices, make_report
+from nxdi_qwen.compile.neuron_application import load_application
 from nxdi_qwen.compile.neuron_artifact import NeuronArtifact, open_neuron_artifact
 from nxdi_qwen.compile.neuron_options import check_neuron_target
 from nxdi_qwen.compile.source import ModelSource
@@ -71,17 +72,6 @@ def check_device() -> None:
     check_neuron_target()
     if not device_files():
         raise InputError("this machine has no Neuron device (no /dev/neuron0): run it on a Trainium host")
-
-
-def load_application(artifact: NeuronArtifact) -> Any:
-    """The NxDI application, loaded to the device and warmed up by NxDI."""
-    from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig  # imports NxDI, as the next
-    from nxdi_qwen.modeling.nxdi.causal_lm import NeuronHybridForCausalLM  # isort: skip
-
-    folder = str(artifact.folder)
-    application = NeuronHybridForCausalLM(folder, HybridInferenceConfig.load(folder))
-    application.load(folder)
-    return application
 
 
 def _checked(options: Any) -> tuple[NeuronArtifact, ModelSource, Choices]:

@@ -7,28 +7,24 @@ from typing import NoReturn
 
 from vllm.config import CompilationMode, VllmConfig
 
-from nxdi_qwen.compile.artifact import open_artifact
-from nxdi_qwen.compile.cpu import TARGET
-from nxdi_qwen.compile.manifest import Manifest
 from nxdi_qwen.compile.source import DTYPES
 from nxdi_qwen.modeling.errors import InputError
-from nxdi_qwen.modeling.partition import Parallel
-from nxdi_qwen.modeling.state import describe_state
 from nxdi_qwen.serving.cache_spec import ALIGNMENT, choose_blocks
 from nxdi_qwen.serving.prefix_caching import turn_off
+from nxdi_qwen.serving.targets import Target, open_target
 
 
-def fit_to_artifact(vllm_config: VllmConfig) -> None:
-    """Chooses worker, dtype, scheduling and block sizes.
+def fit_to_artifact(vllm_config: VllmConfig) -> Target:
+    """Chooses worker, dtype, scheduling and block sizes; returns what the artifact is.
 
     Raises ValueError, with what to change, where vLLM was asked for what the artifact cannot do.
     """
-    manifest = _manifest(vllm_config)
-    _check(vllm_config, manifest)
+    target = _target(vllm_config)
+    _check(vllm_config, target)
     model, scheduler, cache = vllm_config.model_config, vllm_config.scheduler_config, vllm_config.cache_config
     vllm_config.parallel_config.worker_cls = "nxdi_qwen.serving.worker.Worker"
     vllm_config.compilation_config.mode = CompilationMode.NONE
-    model.dtype = DTYPES[manifest.dtype]
+    model.dtype = DTYPES[target.dtype]
     # The next step needs this step's tokens on the host. Prompts are encoded whole, cut where this package cuts them,
     # so that a request's numbers do not depend on what runs beside it.
     scheduler.async_scheduling = False
@@ -38,47 +34,37 @@ def fit_to_artifact(vllm_config: VllmConfig) -> None:
     )
     if cache.enable_prefix_caching:
         turn_off(vllm_config)
-    description = describe_state(
-        manifest.model,
-        manifest.slots,
-        manifest.max_length,
-        DTYPES[manifest.dtype],
-        Parallel(manifest.degree, 0, manifest.expert_degree),
-    )
-    blocks = choose_blocks(description, cache.block_size or ALIGNMENT)
+    blocks = choose_blocks(target.description, cache.block_size or ALIGNMENT)
     cache.block_size = blocks.tokens
     cache.mamba_block_size = model.max_model_len
     cache.mamba_page_size_padded = blocks.page_bytes
+    return target
 
 
-def _manifest(vllm_config: VllmConfig) -> Manifest:
-    folder = Path(vllm_config.model_config.model)
+def _target(vllm_config: VllmConfig) -> Target:
     try:
-        manifest = open_artifact(folder)
+        return open_target(Path(vllm_config.model_config.model))
     except InputError as error:
         _refuse(str(error))
-    if manifest.target != TARGET:
-        _refuse(f"{folder} was compiled for the target {manifest.target}, this serves artifacts of the target {TARGET}")
-    return manifest
 
 
-def _check(vllm_config: VllmConfig, manifest: Manifest) -> None:
-    slots, degree = vllm_config.scheduler_config.max_num_seqs, vllm_config.parallel_config.tensor_parallel_size
+def _check(vllm_config: VllmConfig, target: Target) -> None:
+    slots, processes = vllm_config.scheduler_config.max_num_seqs, vllm_config.parallel_config.tensor_parallel_size
     length = vllm_config.model_config.max_model_len
-    if slots > manifest.slots:
+    if slots > target.slots:
         _refuse(
-            f"vLLM may run {slots} requests at once and the artifact holds {manifest.slots}: give "
-            f"--max-num-seqs {manifest.slots}, or compile with --batch-size {slots}"
+            f"vLLM may run {slots} requests at once and the artifact holds {target.slots}: give "
+            f"--max-num-seqs {target.slots}, or compile with --batch-size {slots}"
         )
-    if length > manifest.max_length:
+    if length > target.max_length:
         _refuse(
-            f"requests may have {length} tokens and the artifact's slots hold {manifest.max_length}: give "
-            f"--max-model-len {manifest.max_length}, or compile with --max-length {length}"
+            f"requests may have {length} tokens and the artifact's slots hold {target.max_length}: give "
+            f"--max-model-len {target.max_length}, or compile with --max-length {length}"
         )
-    if degree != manifest.degree:
+    if processes != target.processes:
         _refuse(
-            f"--tensor-parallel-size is {degree} and the artifact has degree {manifest.degree}: give "
-            f"--tensor-parallel-size {manifest.degree}, or compile with --degree {degree}"
+            f"--tensor-parallel-size is {processes} and the artifact is run by {target.processes} processes: give "
+            f"--tensor-parallel-size {target.processes}, or compile with another --degree"
         )
     for name, given in (
         ("--pipeline-parallel-size", vllm_config.parallel_config.pipeline_parallel_size > 1),

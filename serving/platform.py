@@ -20,6 +20,7 @@ class NxdiQwenPlatform(Platform):
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
+    _prompt_logprobs = True
     simple_compile_backend = "eager"  # of the sampler's small functions: compiling them takes longer than they run
 
     def __init__(self) -> None:
@@ -67,7 +68,14 @@ class NxdiQwenPlatform(Platform):
         # vLLM imports this module while it imports its own configuration.
         from nxdi_qwen.serving.configure import fit_to_artifact
 
-        fit_to_artifact(vllm_config)
+        cls._prompt_logprobs = fit_to_artifact(vllm_config).prompt_logprobs
+
+    @classmethod
+    def validate_request(cls, *arguments: Any, **named: Any) -> None:
+        """Raises ValueError for what the artifact cannot answer. (Versions of vLLM differ in what else they pass.)"""
+        for params in (*arguments, *named.values()):
+            if getattr(params, "prompt_logprobs", None) is not None and not cls._prompt_logprobs:
+                raise ValueError("prompt_logprobs cannot be had from an artifact for Neuron: leave it out")
 
 
 def _nothing() -> None:

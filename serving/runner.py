@@ -19,9 +19,9 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.serving import versions
 from nxdi_qwen.serving.slots import SlotTable
+from nxdi_qwen.serving.targets import SlotModel
 
 _CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ class Runner:
     encoding starts from nothing that a slot holds.
     """
 
-    def __init__(self, config: VllmConfig, model: SlotRunner) -> None:
+    def __init__(self, config: VllmConfig, model: SlotModel) -> None:
         self.model = model
         self.table = SlotTable(len(model.lengths))
         self._requests: dict[str, CachedRequestState] = {}

@@ -15,11 +15,10 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
-from nxdi_qwen.compile.artifact import open_artifact
-from nxdi_qwen.compile.cpu import load_cpu
-from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.serving import cache_spec, versions
+from nxdi_qwen.serving.parent import leave_with_parent
 from nxdi_qwen.serving.runner import Runner
+from nxdi_qwen.serving.targets import open_target
 
 
 class Worker(WorkerBase):
@@ -28,6 +27,7 @@ class Worker(WorkerBase):
     runner: Runner
 
     def init_device(self) -> None:
+        leave_with_parent()
         self.device = torch.device("cpu")
         parallel = self.parallel_config
         init_distributed_environment(
@@ -37,10 +37,9 @@ class Worker(WorkerBase):
         set_random_seed(self.model_config.seed)
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        folder = Path(self.model_config.model)
-        executor = load_cpu(folder, open_artifact(folder), self.rank)
-        self._description = executor.description
-        self.runner = Runner(self.vllm_config, SlotRunner(executor))
+        target = open_target(Path(self.model_config.model))
+        self._description = target.description
+        self.runner = Runner(self.vllm_config, target.load(self.rank))
 
     def get_model(self) -> nn.Module:
         raise NotImplementedError("an artifact is graphs, there is no module")
