@@ -133,7 +133,7 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
     return manifest
 
 
-def load_cpu(folder: Path, manifest: Manifest, rank: int = 0, progress: Progress = no_progress) -> Executor:
+def load_cpu(folder: Path, manifest: Manifest, rank: int = 0, progress: Progress = no_progress) -> GraphExecutor:
     """One rank's executor of an artifact whose files `open_artifact` has checked.
 
     `progress` stage: "graphs" (graphs loaded).
@@ -159,19 +159,19 @@ class GraphExecutor(Executor):
         parallel = Parallel(manifest.degree, rank, manifest.expert_degree)
         description = describe_state(manifest.model, manifest.slots, manifest.max_length, dtype, parallel)
         super().__init__(manifest.model, description, Buckets(manifest.buckets))
-        self._model = GraphModel(manifest.model, calls, weights)
+        self.model = GraphModel(manifest.model, calls, weights)
 
     def context(self, batch: Batch, state: State) -> tuple[Tensor, Tensor, State]:
-        return self._model.context(batch, state)
+        return self.model.context(batch, state)
 
     def decode(self, batch: Batch, state: State) -> tuple[Tensor, State]:
-        return self._model.decode(batch, state)
+        return self.model.decode(batch, state)
 
     def head(self, hidden: Tensor) -> Tensor:
         logits = []
         for block in hidden.split(HEAD_ROWS):
             padding = block.new_zeros(HEAD_ROWS - block.shape[0], block.shape[1])
-            logits.append(self._model.head(torch.cat([block, padding]))[: block.shape[0]])
+            logits.append(self.model.head(torch.cat([block, padding]))[: block.shape[0]])
         return torch.cat(logits)
 
 

@@ -22,11 +22,15 @@ from nxdi_qwen.modeling.model import Batch, State
 
 
 class GraphModel:
-    """Runs graphs, by the names of their specs, with one rank's weights, which all graphs share."""
+    """Runs graphs, by the names of their specs, with one rank's weights, which all graphs share.
+
+    `watch` is called with what goes into the first layer of a pass and with what comes out of each, [B, T, H].
+    """
 
     def __init__(
         self, config: ModelConfig, calls: Mapping[str, Callable[..., Any]], weights: Mapping[str, Tensor]
     ) -> None:
+        self.watch: Callable[[Tensor], None] = lambda x: None
         self._calls = calls
         self._kinds = [layer_kind(config, layer) for layer in range(config.num_hidden_layers)]
 
@@ -64,10 +68,12 @@ class GraphModel:
         """Everything before the logits: x, lengths, what else the embedding's graph returns, the new state."""
         ids, valid, positions, start = _contiguous(batch)
         x, cos, sin, lengths, *rest = self._call(kind, batch, EMBED)(self._embed, ids, valid, positions)
+        self.watch(x)
         new: State = []
         for number, (part, weights) in enumerate(zip(self._kinds, self._layers, strict=True)):
             old = state[2 * number : 2 * number + 2]
             x, after = self._call(kind, batch, part)(weights, x, cos, sin, start, lengths, *slots, old)
+            self.watch(x)
             new.extend(after)
         return x, lengths, rest, new
 

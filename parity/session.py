@@ -191,7 +191,8 @@ def _explain(sides: Sides, ready: Prepared, results: Sequence[PromptResult], pro
     with_hidden = []
     for runs in all_runs:
         seen = twin.run(runs.target.prompt, runs.target.forced, STEPS)
-        target = replace(runs.target, hidden=seen.hidden, experts=seen.experts, router_margins=seen.router_margins)
+        hidden = seen.hidden if runs.target.hidden is None else runs.target.hidden
+        target = replace(runs.target, hidden=hidden, experts=seen.experts, router_margins=seen.router_margins)
         with_hidden.append(runs._replace(target=target))
     found = explain(sides.reference, twin, sides.sixteen_bit, with_hidden, progress)
     return replace(found, notes=("looked for in the eager model on the target's weights", *found.notes))

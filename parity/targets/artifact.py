@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from nxdi_qwen.compile.cpu import load_cpu
+from nxdi_qwen.compile.cpu import GraphExecutor, load_cpu
 from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.manifest import Manifest
 from nxdi_qwen.compile.source import DTYPES, Progress, no_progress
@@ -17,8 +17,9 @@ from nxdi_qwen.parity.records import Description
 from nxdi_qwen.parity.targets.eager import EagerSide
 from nxdi_qwen.parity.targets.side import OF_THE_CHECKPOINT
 from nxdi_qwen.parity.targets.slots import SlotSide
+from nxdi_qwen.parity.targets.tap import GraphTap
 
-_ONE_RANK = "its graphs return no hidden states of single layers: those come from the eager model on its weights"
+_ONE_RANK = "its graphs tell no experts and run no layer alone: the eager model on its weights does"
 _RANKS = "every rank keeps its own part of the state, and its layers cannot be seen: only the logits are compared"
 
 
@@ -40,13 +41,25 @@ class ArtifactSide(SlotSide):
         self._manifest = manifest
         self._leading = leading
         self._progress = progress
+        self._executor: GraphExecutor | None = None
 
     @property
     def has_states(self) -> bool:
         return self._manifest.degree == 1
 
+    @property
+    def tap(self) -> GraphTap | None:
+        if self._executor is None or self._manifest.degree != 1:
+            return None
+        return GraphTap(self._executor.model, self.config.num_hidden_layers)
+
     def make_executor(self, tokens: int) -> Executor:
-        return self._leading(load_cpu(self._folder, self._manifest, progress=self._progress))
+        self._executor = load_cpu(self._folder, self._manifest, progress=self._progress)
+        return self._leading(self._executor)
+
+    def release(self) -> None:
+        super().release()
+        self._executor = None
 
     def twin(self) -> EagerSide | None:
         """The eager model on the artifact's own weights."""

@@ -21,7 +21,7 @@ from nxdi_qwen.parity.layer_run import LayerCase, LayerRun
 from nxdi_qwen.parity.records import Description
 from nxdi_qwen.parity.targets.side import OF_THE_CHECKPOINT
 from nxdi_qwen.parity.targets.slots import SlotSide
-from nxdi_qwen.parity.targets.tap import Choice, Tap
+from nxdi_qwen.parity.targets.tap import Choice, ModuleTap, Tap
 
 SLOTS = 3
 
@@ -49,7 +49,7 @@ class EagerSide(SlotSide):
 
     @property
     def tap(self) -> Tap:
-        return Tap(list(self.model.layers), router_of, read_router)
+        return ModuleTap(list(self.model.layers), router_of, read_router)
 
     def make_executor(self, tokens: int) -> Executor:
         return EagerExecutor(self.model, SLOTS, tokens, Buckets.choose(tokens))

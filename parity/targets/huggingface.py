@@ -20,7 +20,7 @@ from nxdi_qwen.parity.layer_run import LayerCase, LayerRun
 from nxdi_qwen.parity.plain_weights import OuterWeights, Weights, layer_weights, outer_weights
 from nxdi_qwen.parity.records import Description, Prompt, Run
 from nxdi_qwen.parity.targets.side import OF_THE_CHECKPOINT, Side
-from nxdi_qwen.parity.targets.tap import Choice, Tap, joined
+from nxdi_qwen.parity.targets.tap import Choice, ModuleTap, joined
 
 PINNED = "5.24.0"
 
@@ -56,7 +56,7 @@ class HuggingFaceSide(Side):
     @torch.inference_mode()
     def run(self, prompt: Prompt, forced: Sequence[int] | None, steps: int) -> Run:
         steps = steps if forced is None else len(forced)
-        tap = Tap(list(text_model(self.model).layers), router_of, _read_router)
+        tap = ModuleTap(list(text_model(self.model).layers), router_of, _read_router)
         tokens: list[int] = []
         with tap.open():
             out = self.model(input_ids=torch.tensor([prompt.ids]), use_cache=True)

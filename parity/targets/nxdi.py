@@ -15,7 +15,7 @@ from nxdi_qwen.parity.targets.eager import EagerSide
 from nxdi_qwen.parity.targets.nxdi_application import check_nxdi, cpu_application, single_rank
 from nxdi_qwen.parity.targets.side import OF_THE_CHECKPOINT, Side
 from nxdi_qwen.parity.targets.states import StateLog
-from nxdi_qwen.parity.targets.tap import Choice, Tap, joined
+from nxdi_qwen.parity.targets.tap import Choice, ModuleTap, Tap, joined
 
 SLOTS = 3
 # Continuous batching, one prompt at a time, as `neuron-compile` has it.
@@ -113,7 +113,7 @@ class _Caught:
 
 
 def _tap(model: Any) -> Tap:
-    return Tap(list(model.layers), _router_of, _read_router)
+    return ModuleTap(list(model.layers), _router_of, _read_router)
 
 
 def _router_of(layer: nn.Module) -> nn.Module | None:

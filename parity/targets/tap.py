@@ -1,13 +1,16 @@
-"""What passes between the layers of a model, caught by hooks."""
+"""What passes between the layers of a model, caught by hooks or told by its graphs."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from nxdi_qwen.compile.graph_model import GraphModel
 
 
 class Choice(NamedTuple):
@@ -27,21 +30,11 @@ class Caught(NamedTuple):
     margins: Tensor | None
 
 
-class Tap:
-    """Catches every pass through `layers` while `open`.
+class Tap(abc.ABC):
+    """Catches every pass through a model's layers while `open`."""
 
-    `router_of` finds the router of a layer, and `read` what it decided, from the router, its input and its output.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        router_of: Callable[[nn.Module], nn.Module | None],
-        read: Callable[[nn.Module, Tensor, Any], Choice],
-    ) -> None:
-        self._layers = layers
-        self._routers = [router for layer in layers if (router := router_of(layer)) is not None]
-        self._read = read
+    def __init__(self, layers: int, sparse_layers: int) -> None:
+        self._layers, self._sparse_layers = layers, sparse_layers
         self._hidden: list[Tensor] = []  # pass by pass, layers + 1 each, [B, T, H]
         self._choices: list[tuple[Tensor, Tensor]] = []  # pass by pass, one a sparse layer: [B * T, k], [B * T]
 
@@ -49,19 +42,16 @@ class Tap:
     def open(self) -> Iterator[Tap]:
         """Inside, passes are caught."""
         self._hidden, self._choices = [], []
-        first, *_ = self._layers
-        handles = [first.register_forward_pre_hook(self._entering, with_kwargs=True)]
-        handles += [layer.register_forward_hook(self._leaving) for layer in self._layers]
-        handles += [router.register_forward_hook(self._chosen) for router in self._routers]
-        try:
+        with self._watching():
             yield self
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    @abc.abstractmethod
+    def _watching(self) -> AbstractContextManager[None]:
+        """Inside, `_hidden` and `_choices` grow with every pass."""
 
     def take(self, row: int, counts: Sequence[int]) -> Caught:
         """The first `counts[i]` tokens of `row` in the i-th of the passes since the last call, joined."""
-        wide, sparse = len(self._layers) + 1, len(self._routers)
+        wide, sparse = self._layers + 1, self._sparse_layers
         hidden, experts, margins = [], [], []
         for number, count in enumerate(counts):
             passed = self._hidden[number * wide : (number + 1) * wide]
@@ -82,6 +72,36 @@ class Tap:
             torch.stack([torch.cat(margins[layer]) for layer in by_layer]),
         )
 
+
+class ModuleTap(Tap):
+    """Of a model made of modules.
+
+    `router_of` finds the router of a layer, and `read` what it decided, from the router, its input and its output.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        router_of: Callable[[nn.Module], nn.Module | None],
+        read: Callable[[nn.Module, Tensor, Any], Choice],
+    ) -> None:
+        self._modules = layers
+        self._routers = [router for layer in layers if (router := router_of(layer)) is not None]
+        self._read = read
+        super().__init__(len(layers), len(self._routers))
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        first, *_ = self._modules
+        handles = [first.register_forward_pre_hook(self._entering, with_kwargs=True)]
+        handles += [layer.register_forward_hook(self._leaving) for layer in self._modules]
+        handles += [router.register_forward_hook(self._chosen) for router in self._routers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
     def _entering(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._hidden.append((args[0] if args else kwargs["hidden_states"]).detach())
 
@@ -91,6 +111,22 @@ class Tap:
     def _chosen(self, router: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         choice = self._read(router, args[0], output)
         self._choices.append((choice.experts.sort(dim=-1).values, router_margin(choice)))
+
+
+class GraphTap(Tap):
+    """Of a model that runs a graph for each layer, which tells hidden states and no experts."""
+
+    def __init__(self, model: GraphModel, layers: int) -> None:
+        super().__init__(layers, 0)
+        self._model = model
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        before, self._model.watch = self._model.watch, lambda x: self._hidden.append(x)
+        try:
+            yield
+        finally:
+            self._model.watch = before
 
 
 def router_margin(choice: Choice) -> Tensor:

@@ -25,7 +25,7 @@ from nxdi_qwen.parity.layer_run import LayerCase, LayerRun
 from nxdi_qwen.parity.records import Description, Prompt, Run
 from nxdi_qwen.parity.targets.eager import EagerSide, read_router
 from nxdi_qwen.parity.targets.huggingface import HuggingFaceSide
-from nxdi_qwen.parity.targets.tap import Tap
+from nxdi_qwen.parity.targets.tap import ModuleTap, Tap
 from tests.fault_injection import copy_package, imported_from
 from tests.faults import MODEL, Fault
 from tests.hf_fixtures import FIXTURES, hf_model, model_of, save_checkpoint
@@ -140,7 +140,7 @@ class PlantedSide(EagerSide):
     @property
     def tap(self) -> Tap:
         # By name: a broken copy's classes are others.
-        return Tap(list(self.model.layers), lambda layer: getattr(layer.mlp, "router", None), read_router)
+        return ModuleTap(list(self.model.layers), lambda layer: getattr(layer.mlp, "router", None), read_router)
 
 
 def has_no_layer(fault: Fault) -> bool:
