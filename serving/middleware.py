@@ -25,6 +25,11 @@ GIVEN_UP = Counter(
     "Requests whose client went away before the answer was whole; vLLM counts them under no finished reason.",
     ["handler"],
 )
+REFUSED = Counter(
+    "nxdi_qwen:requests_refused",
+    "Requests refused for an unknown field, before vLLM's own counting.",
+    ["handler"],
+)
 
 
 class RefuseUnknownFields:
@@ -40,6 +45,7 @@ class RefuseUnknownFields:
         body = await Request(scope, receive).body()
         unknown = _unknown_fields(body, REQUESTS[scope["path"]])
         if unknown:
+            REFUSED.labels(scope["path"]).inc()
             message = f"unknown field {', '.join(unknown)}: leave it out, or correct its name"
             error = {"message": message, "type": "BadRequestError", "param": unknown[0], "code": 400}
             await JSONResponse({"error": error}, status_code=400)(scope, receive, send)
