@@ -13,6 +13,7 @@ from vllm.config import VllmConfig
 from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.partition import Parallel
 from nxdi_qwen.modeling.state import describe_state
+from nxdi_qwen.serving import hf_configs
 from nxdi_qwen.serving.cache_spec import state_shapes
 
 ARCHITECTURES = (
@@ -55,7 +56,10 @@ class HybridModel(nn.Module):
 
 
 def register() -> None:
-    """In the place of vLLM's own classes of these names, in this process."""
+    """In the place of vLLM's own classes of these names, in this process; their configurations as well, where
+    transformers lacks them.
+    """
+    hf_configs.register()
     for architecture in ARCHITECTURES:
         ModelRegistry.register_model(architecture, HybridModel)
 

@@ -22,6 +22,7 @@ def unavailable_parts() -> dict[str, str]:
     reasons = {
         "nxdi": _missing_module("neuronx_distributed_inference"),
         "vllm": _missing_module("vllm"),
+        "vllm_neuron": _missing_module("vllm_neuron"),
         "gpu": None if torch.cuda.is_available() else "torch sees no CUDA device",
     }
     return {part: reason for part, reason in reasons.items() if reason}
