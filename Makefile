@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 VENV_TORCH29 := .venv-torch29
 VENV_NXDI := .venv-nxdi
+VENV_VLLM := .venv-vllm
+SERVED := build/serving
 NXDI := neuronx-distributed neuronx-distributed-inference
 PYTEST_OPTIONS := -rs -n 2
 
@@ -10,7 +12,7 @@ PYTEST_OPTIONS := -rs -n 2
 export OMP_NUM_THREADS = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: venv demo test test-torch29 test-nxdi faults bench lint clean
+.PHONY: venv demo test test-torch29 test-nxdi test-vllm serve-demo faults bench lint clean
 
 venv: $(VENV)/.installed
 
@@ -76,13 +78,54 @@ $(VENV_NXDI)/.installed: requirements/torch-2.9.txt requirements/nxdi.txt setup.
 	$(VENV_NXDI)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
+# With the real vLLM on the CPU, over HTTP. What Hugging Face computes comes from the other environment: vLLM needs an
+# older transformers.
+test-vllm: $(VENV_VLLM)/.installed $(SERVED)/.artifacts
+	$(VENV_VLLM)/bin/python -m pytest $(PYTEST_OPTIONS) tests/serving
+
+serve-demo: $(VENV_VLLM)/.installed $(SERVED)/.artifacts
+	@$(VENV_VLLM)/bin/python -m tests.serve_demo
+
+# vLLM asks for three packages that this package does without and whose builds need not fit this torch.
+$(VENV_VLLM)/.installed: requirements/torch.txt requirements/vllm.txt setup.py pyproject.toml
+	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --quiet -r requirements/torch.txt
+	$(VENV_VLLM)/bin/python -m pip install --quiet -r requirements/vllm.txt
+	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(VENV_VLLM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+$(SERVED)/.references: $(VENV)/.installed $(addprefix tests/, hf_fixtures.py byte_tokenizer.py nxdi/references.py \
+		serving/references.py serving/stored.py)
+	$(VENV)/bin/python -m tests.serving.references
+	touch $@
+
+$(SERVED)/.artifacts: $(SERVED)/.references tests/serving/artifacts.py $(shell find compile modeling -name '*.py')
+	$(VENV)/bin/python -m tests.serving.artifacts
+	touch $@
+
+# The same model behind the NxDI-based vLLM plugin, without Neuron hardware: `make test-vllm-neuron SOURCES=DIR
+# VLLM_NEURON_PYTHON=FILE`. DIR holds checkouts of NxD, NxDI and vllm-neuron, FILE is the Python of an environment that
+# docs/serving-neuron.md describes; the sources and this package are put into it by path.
+.PHONY: test-vllm-neuron
+test-vllm-neuron:
+	@for file in $(addsuffix /src,$(NXDI)) vllm-neuron/vllm_neuron; do test -d "$(SOURCES)/$$file" || { \
+		echo "make test-vllm-neuron SOURCES=DIR: there is no $(SOURCES)/$$file" >&2; exit 2; }; done
+	@test -x "$(VLLM_NEURON_PYTHON)" || { \
+		echo "make test-vllm-neuron VLLM_NEURON_PYTHON=FILE: no Python; docs/serving-neuron.md makes one" >&2; exit 2; }
+	$(MAKE) --no-print-directory $(SERVED)/.references
+	for name in $(NXDI); do echo "$(abspath $(SOURCES))/$$name/src"; done > `$(VLLM_NEURON_PYTHON) -c \
+		'import sysconfig; print(sysconfig.get_path("purelib"))'`/nxdi.pth
+	$(VLLM_NEURON_PYTHON) -m pip install --quiet --no-build-isolation --no-deps -e "$(SOURCES)/vllm-neuron" -e .
+	$(VLLM_NEURON_PYTHON) -m pytest -rs tests/serving/neuron
+
 # The folders carry other names than the package: links give mypy the import names.
 lint: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	mkdir -p build/typing/nxdi_qwen
-	for folder in modeling compile parity scripts; do ln -sfn ../../../$$folder build/typing/nxdi_qwen/$$folder; done
+	for folder in modeling compile parity serving scripts; do ln -sfn ../../../$$folder build/typing/nxdi_qwen/$$folder; done
 	$(VENV)/bin/mypy -p nxdi_qwen
 
 clean:
-	rm -rf $(VENV) $(VENV_TORCH29) $(VENV_NXDI) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_TORCH29) $(VENV_NXDI) $(VENV_VLLM) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -8,11 +8,13 @@ import threading
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
+_ENGINE = "EngineCore"  # how the names of vLLM's engine processes begin; the workers leave with their engine
+
 
 def leave_with_parent() -> None:
-    """From now on this process leaves as soon as the one that started it is gone; nothing where vLLM started none."""
+    """In an engine process: from now on it leaves as soon as the one that started it is gone. Elsewhere nothing."""
     parent = multiprocessing.parent_process()
-    if parent is not None:
+    if parent is not None and multiprocessing.current_process().name.startswith(_ENGINE):
         threading.Thread(target=_leave_after, args=(parent,), name="parent", daemon=True).start()
 
 

@@ -22,8 +22,10 @@ def general() -> None:
     """`vllm.general_plugins`: the model classes of our own platform, or what the NxDI-based plugin lacks."""
     if asked_for():
         from nxdi_qwen.serving.hybrid_model import register
+        from nxdi_qwen.serving.parent import leave_with_parent
 
         register()
+        leave_with_parent()
     elif importlib.util.find_spec("vllm_neuron") is not None:
         from nxdi_qwen.serving.neuron_plugin import install
 

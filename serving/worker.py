@@ -16,7 +16,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerBase
 
 from nxdi_qwen.serving import cache_spec, versions
-from nxdi_qwen.serving.parent import leave_with_parent
 from nxdi_qwen.serving.runner import Runner
 from nxdi_qwen.serving.targets import open_target
 
@@ -27,7 +26,6 @@ class Worker(WorkerBase):
     runner: Runner
 
     def init_device(self) -> None:
-        leave_with_parent()
         self.device = torch.device("cpu")
         parallel = self.parallel_config
         init_distributed_environment(
