@@ -22,11 +22,13 @@ class Round:
     preemptions: int
 
 
-def one_round(server: Server, completions: Sequence[Greedy], *, seed: int, leaving: float) -> Round:
+def one_round(
+    server: Server, completions: Sequence[Greedy], *, seed: int, leaving: float, small_pool: bool = False
+) -> Round:
     """Sends all completions at random times, the share `leaving` of the clients going away.
 
     Asserts that every token is Hugging Face's; that then nothing runs, waits or holds a block; that every request is
-    accounted for; and that all slots can be used again.
+    accounted for; and that all slots can be used again, at once unless the server has `SMALL_POOL`.
     """
     before = server.settled()
     outcomes = replay(server, completions, seed=seed, leaving=leaving)
@@ -35,7 +37,7 @@ def one_round(server: Server, completions: Sequence[Greedy], *, seed: int, leavi
     after = server.settled()
     left = sum(outcome.gone for outcome in outcomes)
     accounted_for(before, after, outcomes)
-    fill_all_slots(server, completions)
+    fill_all_slots(server, completions, at_once=not small_pool)
     preemptions = server.settled()["num_preemptions_total"] - before["num_preemptions_total"]
     return Round(len(outcomes), left, int(preemptions))
 

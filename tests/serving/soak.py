@@ -59,7 +59,13 @@ def soak(name: str, options: tuple[str, ...], rounds: int, title: str) -> list[R
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as folder, serving(artifact(name), Path(folder, "log"), options) as server:
         return [
-            one_round(server, known.ended if number % 2 else known.completions, seed=100 + number, leaving=LEAVING)
+            one_round(
+                server,
+                known.ended if number % 2 else known.completions,
+                seed=100 + number,
+                leaving=LEAVING,
+                small_pool=options == SMALL_POOL,
+            )
             for number in track(range(rounds), description=title, console=console)
         ]
 

@@ -38,8 +38,8 @@ def test_end_tokens_and_clients_that_leave(served: Callable[..., Server], name: 
 @pytest.mark.parametrize("name", FAMILIES[:1])
 def test_preemption(served: Callable[..., Server], name: str) -> None:
     server = served(name, *SMALL_POOL)
-    plain = one_round(server, references(name).completions, seed=3, leaving=0)
-    leaving = one_round(server, references(name).completions, seed=4, leaving=0.5)
+    plain = one_round(server, references(name).completions, seed=3, leaving=0, small_pool=True)
+    leaving = one_round(server, references(name).completions, seed=4, leaving=0.5, small_pool=True)
     assert plain.preemptions > 0 and leaving.preemptions > 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,21 +106,32 @@ def together(server: Server, requests: Sequence[dict[str, Any]]) -> list[Any]:
     return asyncio.run(run())
 
 
-def fill_all_slots(server: Server, completions: Sequence[Greedy]) -> None:
-    """Asserts that as many requests as there are slots run at the same time, and rightly."""
+def fill_all_slots(server: Server, completions: Sequence[Greedy], *, at_once: bool = True) -> None:
+    """Asserts that as many requests as there are slots are answered rightly and, unless the pool of blocks is too small
+    for that, at the same time.
+
+    Where each of them has come to its first token before any is at its last, they hold a slot each.
+    """
     shortest = sorted(completions, key=lambda completion: len(completion.prompt))[:2]
-    chosen = shortest * (SLOTS // 2)
-    requests = [completion.request(max_tokens=FILLING_TOKENS, ignore_eos=True) for completion in chosen]
 
-    async def run() -> tuple[list[Any], int]:
-        answers = asyncio.create_task(asyncio.to_thread(together, server, requests))
-        most = 0
-        while not answers.done():
-            most = max(most, int((await asyncio.to_thread(server.metrics))["num_requests_running"]))
-            await asyncio.sleep(0.05)
-        return await answers, most
+    async def run() -> list[tuple[float, float]]:
+        async with server.asynchronous_client() as client:
+            model = (await client.models.list()).data[0].id
+            return await asyncio.gather(*(_first_and_last(client, model, each) for each in shortest * (SLOTS // 2)))
 
-    answers, most = asyncio.run(run())
-    for completion, answer in zip(chosen, answers, strict=True):
-        completion.check(answer.choices[0].token_ids[: len(completion.tokens)])
-    assert most == SLOTS, f"at most {most} of {SLOTS} slots were in use"
+    times = asyncio.run(run())
+    if at_once:
+        assert max(first for first, _ in times) < min(last for _, last in times), "not all slots were in use at once"
+
+
+async def _first_and_last(client: Any, model: str, expected: Greedy) -> tuple[float, float]:
+    """Times of the first and the last of many tokens, of which those that are known are compared."""
+    asked = expected.request(max_tokens=FILLING_TOKENS, ignore_eos=True, stream=True)
+    tokens, times = [], []
+    async with await client.completions.create(**fields(model, asked)) as stream:
+        async for chunk in stream:
+            tokens += chunk.choices[0].token_ids or ()
+            times.append(time.monotonic())
+    assert len(tokens) == FILLING_TOKENS
+    expected.check(tokens[: len(expected.tokens)])
+    return times[0], times[-1]
