@@ -66,17 +66,15 @@ class Runner:
         tokens_of_next: dict[str, int] = {}
         for request, count in scheduled.num_scheduled_tokens.items():
             state = self._requests[request]
-            tokens = [*(state.prompt_token_ids or ()), *state.output_token_ids]
-            end = state.num_computed_tokens + count
-            if end != len(tokens):
+            if state.num_computed_tokens + count != state.num_tokens:
                 raise RuntimeError(
                     f"{count} tokens of request {request} were scheduled behind {state.num_computed_tokens} of its "
-                    f"{len(tokens)}: prompts are encoded whole"
+                    f"{state.num_tokens}: prompts are encoded whole"
                 )
             if count == 1 and request in self.table and state.num_computed_tokens:
-                tokens_of_next[request] = tokens[-1]
+                tokens_of_next[request] = state.get_token_id(state.num_tokens - 1)
             else:
-                logits[request] = self._encode(request, tokens, scheduled, prompt_logprobs)
+                logits[request] = self._encode(request, scheduled, prompt_logprobs)
         if tokens_of_next:
             decoded = self.model.decode({self.table[request]: token for request, token in tokens_of_next.items()})
             logits |= {request: decoded[self.table[request]] for request in tokens_of_next}
@@ -128,7 +126,6 @@ class Runner:
     def _encode(
         self,
         request: str,
-        tokens: list[int],
         scheduled: SchedulerOutput,
         prompt_logprobs: dict[str, LogprobsTensors | None],
     ) -> Tensor:
@@ -139,7 +136,8 @@ class Runner:
                 self.release(preempted)
         slot = self.table[request] if request in self.table else self.table.take(request)
         state = self._requests[request]
-        assert state.sampling_params is not None
+        assert state.sampling_params is not None and state.prompt_token_ids is not None
+        tokens = [*state.prompt_token_ids, *state.output_token_ids]
         wanted = state.sampling_params.prompt_logprobs
         if wanted is None or state.output_token_ids:
             return self.model.prefill(slot, tokens)
