@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec, MambaSpec
+from vllm.config import CacheConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheSpec
 
 from nxdi_qwen.modeling.state import StateDescription, StateTensor
 from nxdi_qwen.serving import versions
@@ -66,6 +67,25 @@ def kv_cache_specs(
     return specs
 
 
+def set_blocks(cache: CacheConfig, description: StateDescription, length: int, alignment: int = ALIGNMENT) -> None:
+    """Makes vLLM count blocks that fit the state: of attention layers by `choose_blocks`, one of a GDN layer for a
+    request of up to `length` tokens.
+    """
+    blocks = choose_blocks(description, alignment)
+    cache.block_size, cache.mamba_block_size = blocks.tokens, length
+    cache.mamba_page_size_padded = blocks.page_bytes
+
+
+def specs_in_blocks(description: StateDescription, cache: CacheConfig) -> dict[str, KVCacheSpec]:
+    """`kv_cache_specs` in the blocks that `set_blocks` chose."""
+    return kv_cache_specs(
+        description,
+        block_size=cache.block_size,
+        mamba_block_size=cache.mamba_block_size,
+        page_size_padded=cache.mamba_page_size_padded,
+    )
+
+
 def state_shapes(description: StateDescription) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
     """(shape, dtype) of conv and recurrent, in the order and layout of `kv_cache_specs`; GDN layers are alike."""
     return next(_conv_and_recurrent(pair) for pair in _layers(description) if not _is_attention(pair))
@@ -81,11 +101,6 @@ def pool_bytes(groups: Iterable[KVCacheGroupSpec], requests: int, tokens: int) -
     groups = list(groups)
     block_bytes = max(len(group.layer_names) * group.kv_cache_spec.page_size_bytes for group in groups)
     return (requests * blocks_of_request(groups, tokens) + 1) * block_bytes
-
-
-def is_recurrent(spec: KVCacheSpec) -> bool:
-    """Whether a specification is a GDN layer's."""
-    return isinstance(spec, MambaSpec)
 
 
 def _layers(description: StateDescription) -> list[tuple[StateTensor, StateTensor]]:

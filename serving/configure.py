@@ -9,7 +9,7 @@ from vllm.config import CompilationMode, VllmConfig
 
 from nxdi_qwen.compile.source import DTYPES
 from nxdi_qwen.modeling.errors import InputError
-from nxdi_qwen.serving.cache_spec import ALIGNMENT, choose_blocks
+from nxdi_qwen.serving.cache_spec import ALIGNMENT, set_blocks
 from nxdi_qwen.serving.prefix_caching import turn_off
 from nxdi_qwen.serving.targets import Target, open_target
 
@@ -34,10 +34,7 @@ def fit_to_artifact(vllm_config: VllmConfig) -> Target:
     )
     if cache.enable_prefix_caching:
         turn_off(vllm_config)
-    blocks = choose_blocks(target.description, cache.block_size or ALIGNMENT)
-    cache.block_size = blocks.tokens
-    cache.mamba_block_size = model.max_model_len
-    cache.mamba_page_size_padded = blocks.page_bytes
+    set_blocks(cache, target.description, model.max_model_len, cache.block_size or ALIGNMENT)
     return target
 
 

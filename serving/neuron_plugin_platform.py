@@ -13,7 +13,7 @@ from nxdi_qwen.modeling.config import LINEAR_ATTENTION, ModelConfig
 from nxdi_qwen.modeling.config_loader import FAMILY_OF_MODEL_TYPE, load_config
 from nxdi_qwen.modeling.partition import Parallel
 from nxdi_qwen.modeling.state import describe_state
-from nxdi_qwen.serving.cache_spec import choose_blocks
+from nxdi_qwen.serving.cache_spec import set_blocks
 from nxdi_qwen.serving.prefix_caching import turn_off
 
 PLUGIN_WORKER = "vllm_neuron.worker.neuron_worker.NeuronWorker"
@@ -79,8 +79,6 @@ def fit_to_hybrid(vllm_config: VllmConfig, model: ModelConfig) -> None:
     options = vllm_config.additional_config.get("override_neuron_config") or {}
     degree = options.get("tp_degree", vllm_config.parallel_config.tensor_parallel_size)
     slots, length = vllm_config.scheduler_config.max_num_seqs, model_config.max_model_len
-    blocks = choose_blocks(describe_state(model, slots, length, model_config.dtype, Parallel(degree)))
-    cache.block_size, cache.mamba_block_size = blocks.tokens, length
-    cache.mamba_page_size_padded = blocks.page_bytes
+    set_blocks(cache, describe_state(model, slots, length, model_config.dtype, Parallel(degree)), length)
     if vllm_config.parallel_config.worker_cls == PLUGIN_WORKER:
         vllm_config.parallel_config.worker_cls = WORKER

@@ -15,7 +15,7 @@ from vllm_neuron.worker.neuronx_distributed_model_runner import NeuronxDistribut
 
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig
 from nxdi_qwen.modeling.nxdi.model import describe
-from nxdi_qwen.serving.cache_spec import kv_cache_specs, pool_bytes
+from nxdi_qwen.serving.cache_spec import pool_bytes, specs_in_blocks
 
 
 class HybridModelRunner(NeuronxDistributedModelRunner):
@@ -44,13 +44,7 @@ class HybridModelRunner(NeuronxDistributedModelRunner):
         return self.model.model.config
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        cache = self.cache_config
-        return kv_cache_specs(
-            describe(self.inference_config),
-            block_size=cache.block_size,
-            mamba_block_size=cache.mamba_block_size,
-            page_size_padded=cache.mamba_page_size_padded,
-        )
+        return specs_in_blocks(describe(self.inference_config), self.cache_config)
 
 
 class HybridNeuronWorker(NeuronWorker):

@@ -49,13 +49,7 @@ class Worker(WorkerBase):
         return ["LBHNC"]  # vLLM allocates nothing here: any layout whose layers lie one after the other
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        cache = self.cache_config
-        return cache_spec.kv_cache_specs(
-            self._description,
-            block_size=cache.block_size,
-            mamba_block_size=cache.mamba_block_size,
-            page_size_padded=cache.mamba_page_size_padded,
-        )
+        return cache_spec.specs_in_blocks(self._description, self.cache_config)
 
     def determine_available_memory(self) -> int:
         """Bytes of a pool that admits as many requests of the greatest length as vLLM may run at once."""
