@@ -86,12 +86,11 @@ test-vllm: $(VENV_VLLM)/.installed $(SERVED)/.artifacts
 serve-demo: $(VENV_VLLM)/.installed $(SERVED)/.artifacts
 	@$(VENV_VLLM)/bin/python -m tests.serve_demo
 
-# vLLM asks for three packages that this package does without and whose builds need not fit this torch.
+# Without dependencies: requirements/vllm.txt says why.
 $(VENV_VLLM)/.installed: requirements/torch.txt requirements/vllm.txt setup.py pyproject.toml
 	test -x $(VENV_VLLM)/bin/python || $(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python -m pip install --quiet -r requirements/torch.txt
-	$(VENV_VLLM)/bin/python -m pip install --quiet -r requirements/vllm.txt
-	$(VENV_VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(VENV_VLLM)/bin/python -m pip install --quiet --no-deps -r requirements/vllm.txt
 	$(VENV_VLLM)/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	touch $@
 
