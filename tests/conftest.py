@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may reach the network
 
@@ -11,6 +12,17 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the shapes are tiny; parallel test processes use the other cores
+
+
+@pytest.hookimpl(tryfirst=True)  # before the test processes are started, and before torch or vLLM choose a folder
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """All temporary files stand in pytest's own folder and go with it, also those of killed processes and the caches of
+    torch's compiler, which the test processes share.
+    """
+    base = session.config._tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "temporary"
+    folder.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
 def _missing_module(name: str) -> str | None:
