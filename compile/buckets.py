@@ -37,6 +37,10 @@ class Buckets:
                 )
         return cls(tuple(sorted(set(lengths))))
 
+    def cuts_prompts(self, max_length: int) -> bool:
+        """Whether a prompt of up to `max_length` tokens may need more than one piece."""
+        return max_length > self.lengths[-1]
+
     def cut(self, tokens: int) -> list[tuple[int, int]]:
         """(bucket, tokens in it) of every piece of a prompt: the largest bucket as often as it is filled, then the
         smallest that holds the rest.

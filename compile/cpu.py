@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -25,6 +26,7 @@ from nxdi_qwen.compile.artifact import (
 )
 from nxdi_qwen.compile.buckets import Buckets
 from nxdi_qwen.compile.cpu_linears import read_weights_in_place
+from nxdi_qwen.compile.cpu_weights import load_weights
 from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.graph_check import check_graph
 from nxdi_qwen.compile.graph_model import GraphModel
@@ -92,15 +94,16 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
     with written_atomically(out) as folder:
         (folder / GRAPHS).mkdir()
         (folder / WEIGHTS).mkdir()
-        specs = graph_specs(source.config, buckets.lengths, options.slots)
+        specs = graph_specs(source.config, buckets, options.slots, max_length)
         graphs = {}
-        for done, spec in enumerate(specs):
-            progress("graphs", done, len(specs))
-            program = capture(spec, source.config, dtype, description, parallel)
-            size = check_graph(program, spec, graph_state(spec, source.config, description))
-            file = f"{GRAPHS}/{spec.name}.pt2"
-            _save(program, folder / file, options.optimize)
-            graphs[spec.name] = GraphEntry(file, file_sha256(folder / file), **size)
+        with _compiler_files(folder) if options.optimize else contextlib.nullcontext():
+            for done, spec in enumerate(specs):
+                progress("graphs", done, len(specs))
+                program = capture(spec, source.config, dtype, description, parallel)
+                size = check_graph(program, spec, graph_state(spec, source.config, description))
+                file = f"{GRAPHS}/{spec.name}.pt2"
+                _save(program, folder / file, options.optimize)
+                graphs[spec.name] = GraphEntry(file, file_sha256(folder / file), **size)
         progress("graphs", len(specs), len(specs))
         write_ranks(
             [folder / weights_file(rank) for rank in range(options.degree)],
@@ -140,7 +143,7 @@ def load_cpu(folder: Path, manifest: Manifest, rank: int = 0, progress: Progress
     """
     if manifest.target != TARGET:
         raise InputError(f"{folder} was compiled for {manifest.target}; this runs artifacts of target {TARGET}")
-    weights = load_file(folder / manifest.weights[rank].file)
+    weights = load_weights(folder / manifest.weights[rank].file)
     calls = {}
     for done, (name, entry) in enumerate(manifest.graphs.items()):
         progress("graphs", done, len(manifest.graphs))
@@ -173,6 +176,13 @@ class GraphExecutor(Executor):
             padding = block.new_zeros(HEAD_ROWS - block.shape[0], block.shape[1])
             logits.append(self.model.head(torch.cat([block, padding]))[: block.shape[0]])
         return torch.cat(logits)
+
+
+def _compiler_files(folder: Path) -> AbstractContextManager[None]:
+    """What the compiler writes stands in `folder` and is removed; else it would stay in the user's temporary folder."""
+    from torch._inductor.utils import fresh_cache  # takes a second to import
+
+    return fresh_cache(dir=str(folder))
 
 
 def aot_compile(program: ExportedProgram, path: Path) -> None:

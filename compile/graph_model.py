@@ -9,11 +9,13 @@ from torch import Tensor
 
 from nxdi_qwen.compile.graphs import (
     CONTEXT,
+    CONTINUATION,
     DECODE,
     EMBED,
     HEAD,
     LOGITS,
     GraphSpec,
+    continues_apart,
     graph_weights,
     layer_kind,
 )
@@ -32,7 +34,9 @@ class GraphModel:
     ) -> None:
         self.watch: Callable[[Tensor], None] = lambda x: None
         self._calls = calls
-        self._kinds = [layer_kind(config, layer) for layer in range(config.num_hidden_layers)]
+        layers = range(config.num_hidden_layers)
+        self._kinds = [layer_kind(config, layer) for layer in layers]
+        self._apart = [continues_apart(config, layer) for layer in layers]
 
         def chosen(part: str, layer: int | None = None) -> list[Tensor]:
             return [weights[name] for name in graph_weights(GraphSpec(DECODE, 0, 0, part), config, layer)]
@@ -70,9 +74,11 @@ class GraphModel:
         x, cos, sin, lengths, *rest = self._call(kind, batch, EMBED)(self._embed, ids, valid, positions)
         self.watch(x)
         new: State = []
+        continues = kind == CONTEXT and bool((start > 0).any())
         for number, (part, weights) in enumerate(zip(self._kinds, self._layers, strict=True)):
             old = state[2 * number : 2 * number + 2]
-            x, after = self._call(kind, batch, part)(weights, x, cos, sin, start, lengths, *slots, old)
+            own = CONTINUATION if continues and self._apart[number] else kind
+            x, after = self._call(own, batch, part)(weights, x, cos, sin, start, lengths, *slots, old)
             self.watch(x)
             new.extend(after)
         return x, lengths, rest, new

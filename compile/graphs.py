@@ -2,9 +2,11 @@
 
 A pass through the model is cut into parts: the embedding, a graph for each kind of layer, which all layers of that
 kind share, and the logits. So a model of 64 layers has as many graphs as one of 4, and each is captured, checked,
-compiled and loaded once. Every graph takes ``(weights, *inputs, state)``; `weights` is a list in the order of
-`graph_weights`, `state` the list of a layer's two tensors, which other parts do not have. (Lists, because torch.export
-tells the entries of a dictionary apart by their order alone.) Captured from fake tensors: no weight is allocated.
+compiled and loaded once. A context graph encodes prompts from their first token; for what follows a prompt's first
+piece, layers with attention have another one, which looks at the whole cache. Every graph takes ``(weights, *inputs,
+state)``; `weights` is a list in the order of `graph_weights`, `state` the list of a layer's two tensors, which other
+parts do not have. (Lists, because torch.export tells the entries of a dictionary apart by their order alone.)
+Captured from fake tensors: no weight is allocated.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
-from nxdi_qwen.modeling.config import ModelConfig
+from nxdi_qwen.compile.buckets import Buckets
+from nxdi_qwen.modeling.config import FULL_ATTENTION, ModelConfig
 from nxdi_qwen.modeling.layers.context import Context, Way
 from nxdi_qwen.modeling.model import HybridCausalLM, State, run_layer, take_last, valid_first
 from nxdi_qwen.modeling.partition import SINGLE, Parallel
@@ -30,6 +33,7 @@ from nxdi_qwen.modeling.weights import weight_shapes
 from nxdi_qwen.modeling.weights.layout import RANK, ROPE
 
 CONTEXT = "context"
+CONTINUATION = "continuation"
 DECODE = "decode"
 HEAD = "head"
 # Parts of context encoding and token generation beside the layers.
@@ -52,7 +56,7 @@ class GraphSpec:
 
     @property
     def name(self) -> str:
-        whole = f"{CONTEXT}_{self.tokens}" if self.kind == CONTEXT else self.kind
+        whole = f"{self.kind}_{self.tokens}" if self.kind in (CONTEXT, CONTINUATION) else self.kind
         return f"{whole}.{self.part}" if self.part else whole
 
 
@@ -62,16 +66,31 @@ def layer_kind(config: ModelConfig, layer: int) -> str:
 
 
 def pass_specs(config: ModelConfig, kind: str, rows: int, tokens: int) -> list[GraphSpec]:
-    """The graphs of one pass of a CONTEXT or DECODE, in the order of their first use."""
-    kinds = dict.fromkeys(layer_kind(config, layer) for layer in range(config.num_hidden_layers))
-    return [GraphSpec(kind, rows, tokens, part) for part in (EMBED, *kinds, LOGITS)]
+    """The graphs of one pass of a CONTEXT or DECODE, in the order of their first use; of a CONTINUATION, those that
+    take the place of a CONTEXT's.
+    """
+    layers = range(config.num_hidden_layers)
+    parts: list[str]
+    if kind == CONTINUATION:
+        parts = [layer_kind(config, layer) for layer in layers if continues_apart(config, layer)]
+    else:
+        parts = [EMBED, *(layer_kind(config, layer) for layer in layers), LOGITS]
+    return [GraphSpec(kind, rows, tokens, part) for part in dict.fromkeys(parts)]
 
 
-def graph_specs(config: ModelConfig, buckets: tuple[int, ...], slots: int) -> list[GraphSpec]:
+def continues_apart(config: ModelConfig, layer: int) -> bool:
+    """Whether the layer's graph of a CONTINUATION is not that of a CONTEXT: only attention looks further back than a
+    state of constant size.
+    """
+    return config.layer_types[layer] == FULL_ATTENTION
+
+
+def graph_specs(config: ModelConfig, buckets: Buckets, slots: int, max_length: int) -> list[GraphSpec]:
     """The graphs of an artifact: context encoding a bucket, one row each; token generation over all slots; the
     head alone.
     """
-    contexts = [spec for length in buckets for spec in pass_specs(config, CONTEXT, 1, length)]
+    kinds = (CONTEXT, CONTINUATION) if buckets.cuts_prompts(max_length) else (CONTEXT,)
+    contexts = [spec for length in buckets.lengths for kind in kinds for spec in pass_specs(config, kind, 1, length)]
     return [*contexts, *pass_specs(config, DECODE, slots, 1), GraphSpec(HEAD, HEAD_ROWS, 1)]
 
 
@@ -106,13 +125,15 @@ class _Layer(nn.Module):
         self.layer = model.layers[example]
         self.rank: Tensor
         self.register_buffer("rank", model.rank)
-        self.way, self.tokens = Way.PREFILL if spec.kind == CONTEXT else Way.DECODE, spec.tokens
+        self.way, self.tokens = Way.DECODE if spec.kind == DECODE else Way.PREFILL, spec.tokens
+        # Of the layers that have no graph of a continuation, this one serves both.
+        self.fresh = spec.kind == CONTEXT and continues_apart(model.config, example)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, start: Tensor, lengths: Tensor, *slots_and_state: Any
     ) -> tuple[Tensor, State]:
         *slots, state = slots_and_state  # slots [B] in context encoding only
-        context = Context(self.way, start, lengths, cos, sin, (self.tokens,), self.rank)
+        context = Context(self.way, start, lengths, cos, sin, (self.tokens,), self.rank, self.fresh)
         x, states = run_layer(self.layer, x, state, context, *(slots or [None]))
         return x, states[0]
 
@@ -230,6 +251,6 @@ def _example_inputs(
     if spec.part == LOGITS:
         return (x, per_row, integers) if spec.kind == CONTEXT else (x,)
     cos, sin = (torch.zeros(*shape, config.rotary_dim // 2) for _ in range(2))
-    slots = [per_row.clone()] if spec.kind == CONTEXT else []
+    slots = [] if spec.kind == DECODE else [per_row.clone()]
     state = [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in graph_state(spec, config, description)]
     return (x, cos, sin, per_row, per_row.clone(), *slots, state)

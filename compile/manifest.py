@@ -18,7 +18,7 @@ from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
 from nxdi_qwen.modeling.state import StateDescription
 
 FORMAT = "nxdi-qwen artifact"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MANIFEST_FILE = "manifest.json"
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nxdi_qwen.compile.graph_model import GraphModel
-from nxdi_qwen.compile.graphs import CONTEXT, DECODE, HEAD, GraphSpec, capture, pass_specs
+from nxdi_qwen.compile.graphs import CONTEXT, CONTINUATION, DECODE, HEAD, GraphSpec, capture, pass_specs
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.config_loader import load_config
 from nxdi_qwen.modeling.model import Batch, HybridCausalLM, State, text_positions
@@ -105,6 +105,7 @@ class ExportedForward:
         self.description = describe_state(self.config, SLOTS, MAX_LENGTH, torch.float32)
         specs = [
             *pass_specs(self.config, CONTEXT, GRAPH_ROWS, GRAPH_TOKENS),
+            *pass_specs(self.config, CONTINUATION, GRAPH_ROWS, GRAPH_TOKENS),
             *pass_specs(self.config, DECODE, SLOTS, 1),
             GraphSpec(HEAD, GRAPH_ROWS * GRAPH_TOKENS, 1),
         ]

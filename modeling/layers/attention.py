@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.layers.context import Context, LayerState
 from nxdi_qwen.modeling.layers.norm import ZeroCenteredRMSNorm
-from nxdi_qwen.modeling.ops.attention import append_to_cache, cached_attention
+from nxdi_qwen.modeling.ops.attention import append_to_cache, cached_attention, segment_attention
 from nxdi_qwen.modeling.ops.rotary import apply_rotary
 from nxdi_qwen.modeling.parallel import ParallelLayers
 from nxdi_qwen.modeling.partition import kv_heads, query_heads
@@ -47,6 +47,9 @@ class GatedAttention(nn.Module):
         key = apply_rotary(key, context.cos, context.sin)
         key_cache = append_to_cache(state[0], key, context.start, context.lengths)
         value_cache = append_to_cache(state[1], value, context.start, context.lengths)
-        out = cached_attention(query, key_cache, value_cache, context.start, context.lengths)
+        if context.fresh:
+            out = segment_attention(query, key.transpose(1, 2), value.transpose(1, 2), context.lengths)
+        else:
+            out = cached_attention(query, key_cache, value_cache, context.start, context.lengths)
         out = (out * torch.sigmoid(gate)).reshape(rows, tokens, -1)
         return self.o_proj(out), [(key_cache, value_cache)] * len(context.ends)

@@ -28,8 +28,9 @@ class Context:
 
     `start` [B]: tokens that each row's slot already holds; `lengths` [B]: valid tokens; `cos`, `sin` [B, T,
     rotary_dim / 2]; `ends`: the token counts after which a layer returns its state, the last one being T; `rank` [1]
-    int64: this rank's number. What follows from these is made when a layer first asks for it, once for all layers, so
-    that no graph holds what it does not need.
+    int64: this rank's number; `fresh`: `start` is 0 in every row, and layers need not look at what slots hold. What
+    follows from these is made when a layer first asks for it, once for all layers, so that no graph holds what it does
+    not need.
     """
 
     way: Way
@@ -39,6 +40,7 @@ class Context:
     sin: Tensor
     ends: tuple[int, ...]
     rank: Tensor
+    fresh: bool = False
 
     @cached_property
     def valid(self) -> Tensor:

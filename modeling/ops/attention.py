@@ -41,11 +41,28 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, start: Tensor, l
             query.split(QUERY_BLOCK, dim=2), token_position.split(QUERY_BLOCK, dim=1), strict=True
         )
     ]
+    return _joined(blocks)
+
+
+def segment_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    """The same for tokens that nothing stands in front of, without a cache: `key`, `value` [B, Hkv, T, d] are the
+    segment's own, and no query looks at keys of a later block.
+    """
+    position = torch.arange(query.shape[2], device=key.device)
+    value = torch.where((position < lengths[:, None])[:, None, :, None], value, 0.0)
+    blocks = []
+    for block, positions in zip(query.split(QUERY_BLOCK, dim=2), position[None].split(QUERY_BLOCK, dim=1), strict=True):
+        end = len(blocks) * QUERY_BLOCK + block.shape[2]
+        blocks.append(_attention_block(block, key[:, :, :end], value[:, :, :end], positions))
+    return _joined(blocks)
+
+
+def _joined(blocks: list[Tensor]) -> Tensor:
     return torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0]
 
 
 def _attention_block(query: Tensor, key: Tensor, value: Tensor, token_position: Tensor) -> Tensor:
-    """Some of the queries, at `token_position` [B, T]: [B, T, Hq, d]."""
+    """Some of the queries, at `token_position` [B, T], or [1, T] where all rows agree: [B, T, Hq, d]."""
     rows, heads, tokens, dim = query.shape
     kv_heads, length = key.shape[1:3]
     groups = heads // kv_heads

@@ -64,3 +64,4 @@ def test_every_cut_covers_the_prompt_on_the_grid(lengths: tuple[int, ...]) -> No
             assert all(smaller < count for smaller in lengths if smaller < bucket), "a smaller bucket would do"
             done += count
         assert done == tokens
+        assert buckets.cuts_prompts(tokens) == (len(buckets.cut(tokens)) > 1)

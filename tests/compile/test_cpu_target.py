@@ -13,12 +13,14 @@ from nxdi_qwen.compile.artifact import open_artifact
 from nxdi_qwen.compile.buckets import Buckets
 from nxdi_qwen.compile.cpu import CompileOptions, compile_cpu, load_cpu
 from nxdi_qwen.compile.executor import EagerExecutor
+from nxdi_qwen.compile.graphs import CONTINUATION, graph_specs
 from nxdi_qwen.compile.manifest import Manifest, current_machine
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
+from nxdi_qwen.modeling.presets import preset
 from nxdi_qwen.modeling.weights import Block, random_blocks
 from tests.artifacts import artifact_of
 from tests.modeling.weights.synthetic import make_config
@@ -99,6 +101,14 @@ def test_a_shape_with_random_weights(tmp_path: Path) -> None:
     for steps in told.values():
         assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
     assert told["graphs"] == [(n, 10) for n in range(11)]  # two buckets and decode, three parts each, and the head
+
+
+@pytest.mark.parametrize(("max_length", "continued"), [(128, set()), (129, {64, 128})])
+def test_attention_looks_at_the_cache_only_where_a_prompt_may_be_cut(max_length: int, continued: set[int]) -> None:
+    specs = graph_specs(preset("qwen3.5-0.8b"), Buckets((64, 128)), 2, max_length)
+    continuations = {(spec.part, spec.tokens) for spec in specs if spec.kind == CONTINUATION}
+    assert continuations == {("full_attention_dense", tokens) for tokens in continued}
+    assert len({spec.name for spec in specs}) == len(specs)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed
 
 from nxdi_qwen.compile.graph_model import GraphModel
-from nxdi_qwen.compile.graphs import CONTEXT, DECODE, HEAD, GraphSpec, capture, pass_specs
+from nxdi_qwen.compile.graphs import CONTEXT, CONTINUATION, DECODE, HEAD, GraphSpec, capture, pass_specs
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.model import Batch, HybridCausalLM, PrefillOutput, State, text_positions
 from nxdi_qwen.modeling.partition import SINGLE, Parallel
@@ -134,6 +134,7 @@ class Exported:
     def __init__(self, model: HybridCausalLM, parallel: Parallel, description: StateDescription) -> None:
         specs = [
             *pass_specs(model.config, CONTEXT, GRAPH_ROWS, GRAPH_TOKENS),
+            *pass_specs(model.config, CONTINUATION, GRAPH_ROWS, GRAPH_TOKENS),
             *pass_specs(model.config, DECODE, SLOTS, 1),
             GraphSpec(HEAD, GRAPH_ROWS * GRAPH_TOKENS, 1),
         ]

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.qwen3_next.modeling_qwen3_next import eager_attention_forward
 
-from nxdi_qwen.modeling.ops.attention import append_to_cache, cached_attention
+from nxdi_qwen.modeling.ops import attention
+from nxdi_qwen.modeling.ops.attention import append_to_cache, cached_attention, segment_attention
 from tests.comparison import relative
 
 KV_HEADS, DIM, LENGTH = 2, 16, 90
@@ -89,6 +90,23 @@ def test_poison_changes_no_bit() -> None:
         outputs.append(torch.where(valid[..., None, None], out, 0.0))
     assert all(torch.equal(out, outputs[0]) for out in outputs)
     assert outputs[0].isfinite().all()
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("block", [attention.QUERY_BLOCK, 32])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_ragged_rows_that_begin(heads: int, block: int, poison: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache, in one block of queries and in several, the last of them not full."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    lengths = torch.tensor([LENGTH, 33, 1, 0])
+    key, value = (normal(4, KV_HEADS, LENGTH, DIM, seed=seed) for seed in (1, 2))
+    query = normal(4, heads, LENGTH, DIM, seed=3)
+    padding = (torch.arange(LENGTH) >= lengths[:, None])[:, None, :, None]
+    out = segment_attention(query, *(torch.where(padding, poison, x) for x in (key, value)), lengths)
+    assert out.shape == (4, LENGTH, heads, DIM)
+    for row, length in enumerate(lengths[:3].tolist()):
+        said = (x[row, :, :length] for x in (query, key, value))
+        assert relative(out[row, :length], expected_attention(*said)) < 1e-6
 
 
 def test_a_large_score_does_not_overflow() -> None:
