@@ -50,7 +50,7 @@ def segment_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor
     """
     position = torch.arange(query.shape[2], device=key.device)
     value = torch.where((position < lengths[:, None])[:, None, :, None], value, 0.0)
-    blocks = []
+    blocks: list[Tensor] = []
     for block, positions in zip(query.split(QUERY_BLOCK, dim=2), position[None].split(QUERY_BLOCK, dim=1), strict=True):
         end = len(blocks) * QUERY_BLOCK + block.shape[2]
         blocks.append(_attention_block(block, key[:, :, :end], value[:, :, :end], positions))
