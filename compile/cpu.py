@@ -179,8 +179,8 @@ class GraphExecutor(Executor):
 
 
 def _compiler_files(folder: Path) -> AbstractContextManager[None]:
-    """What the compiler writes on the way stands in `folder` and is removed; else the user's temporary folder would keep
-    it. Only its precompiled headers, some 300 MB that serve every later compile, stay in torch's own cache.
+    """What the compiler writes on the way stands in `folder` and is removed; else the user's temporary folder would
+    keep it. Only its precompiled headers, some 300 MB that serve every later compile, stay in torch's own cache.
     """
     from torch._inductor.utils import fresh_cache  # takes a second to import
 
