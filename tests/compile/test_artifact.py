@@ -72,7 +72,12 @@ def test_round_trip(original: Path, tmp_path_factory: pytest.TempPathFactory, tm
     assert (manifest.slots, manifest.max_length, manifest.buckets, manifest.degree) == (SLOTS, MAX_LENGTH, (64,), 1)
     assert (manifest.target, manifest.optimized, manifest.dtype) == ("cpu", False, "float32")
     parts = ("embed", "linear_attention_dense", "full_attention_dense", "logits")
-    assert list(manifest.graphs) == [*(f"{kind}.{part}" for kind in ("context_64", "decode") for part in parts), "head"]
+    assert list(manifest.graphs) == [
+        *(f"context_64.{part}" for part in parts),
+        "continuation_64.full_attention_dense",
+        *(f"decode.{part}" for part in parts),
+        "head",
+    ]
     assert set(manifest.checkpoint_files) == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
     }  # fmt: skip

@@ -39,7 +39,7 @@ def test_compiles_a_checkpoint(model: Path, tmp_path: Path, capsys: pytest.Captu
     result = json.loads(output.out)
     assert result["artifact"] == str(out) and result["model"] == "model"
     assert (result["slots"], result["max_length"], result["dtype"]) == (2, 100, "bfloat16")
-    assert {name.split(".")[0] for name in result["graphs"]} == {"context_64", "decode", "head"}
+    assert {name.split(".")[0] for name in result["graphs"]} == {"context_64", "continuation_64", "decode", "head"}
     manifest = open_artifact(out, verify=True)
     assert (manifest.slots, manifest.max_length, manifest.buckets, manifest.dtype) == (2, 100, (64,), "bfloat16")
     assert result["weight_bytes"] == (out / manifest.weights[0].file).stat().st_size
