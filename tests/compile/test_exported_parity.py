@@ -1,4 +1,4 @@
-"""The captured graphs against Hugging Face in float32, one fixture per family.
+"""The captured graphs against Hugging Face in float32, every fixture.
 
 Their rows and tokens are static, so that every prompt is padded or comes in pieces.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 
 from tests import scenarios
+from tests.hf_fixtures import FIXTURES
 from tests.scenarios import GROUPS, LAYOUTS, LENGTHS, PREFIXES
 from tests.support import GRAPH_TOKENS, exported
 
 pytestmark = pytest.mark.slow
-NAMES = ["qwen3_next_mixed", "qwen3_5", "qwen3_5_moe"]
+NAMES = list(FIXTURES)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
