@@ -126,7 +126,9 @@ class NeuronHybridModel(NeuronBaseModel):
             positions = rotary_position_ids.to(torch.int64).expand(3, rows, tokens)
         cos, sin = self.rope(positions)
         ends = tuple(range(1, tokens + 1)) if way is Way.VERIFY else (tokens,)
-        context = Context(way, start, lengths, cos, sin, ends, self.rank_util.get_rank().to(torch.int64))
+        # Tokens behind others go to the graphs for continuation; see `NeuronHybridForCausalLM._submodel`.
+        fresh = is_for_context_encoding and not self.neuron_config.is_continuation
+        context = Context(way, start, lengths, cos, sin, ends, self.rank_util.get_rank().to(torch.int64), fresh)
         access = {
             "seq_ids": slots,
             "seq_len": self._visible_positions(),

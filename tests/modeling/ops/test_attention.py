@@ -93,11 +93,16 @@ def test_poison_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("poison", POISONS)
-@pytest.mark.parametrize("block", [attention.QUERY_BLOCK, 32])
+@pytest.mark.parametrize(("block", "spans"), [(attention.QUERY_BLOCK, attention.KEY_SPANS), (32, 8), (16, 2)])
 @pytest.mark.parametrize("heads", [2, 6])
-def test_ragged_rows_that_begin(heads: int, block: int, poison: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a cache, in one block of queries and in several, the last of them not full."""
+def test_ragged_rows_that_begin(
+    heads: int, block: int, spans: int, poison: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cache: in one block of queries; in several, the last of them not full, each with keys of its own
+    length; in blocks of which three look at the same keys.
+    """
     monkeypatch.setattr(attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "KEY_SPANS", spans)
     lengths = torch.tensor([LENGTH, 33, 1, 0])
     key, value = (normal(4, KV_HEADS, LENGTH, DIM, seed=seed) for seed in (1, 2))
     query = normal(4, heads, LENGTH, DIM, seed=3)
