@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -70,8 +70,9 @@ class GraphModel:
         self, kind: str, batch: Batch, slots: tuple[Tensor, ...], state: State
     ) -> tuple[Tensor, Tensor, list[Tensor], State]:
         """Everything before the logits: x, lengths, what else the embedding's graph returns, the new state."""
-        ids, valid, positions, start = _contiguous(batch)
-        x, cos, sin, lengths, *rest = self._call(kind, batch, EMBED)(self._embed, ids, valid, positions)
+        ids, valid, positions, start = _contiguous((batch.input_ids, batch.valid, batch.rope_positions, batch.start))
+        embedded = self._call(kind, batch, EMBED)(self._embed, ids, valid, positions)
+        x, cos, sin, lengths, *rest = _contiguous(embedded)
         self.watch(x)
         new: State = []
         continues = kind == CONTEXT and bool((start > 0).any())
@@ -79,11 +80,14 @@ class GraphModel:
             old = state[2 * number : 2 * number + 2]
             own = CONTINUATION if continues and self._apart[number] else kind
             x, after = self._call(own, batch, part)(weights, x, cos, sin, start, lengths, *slots, old)
+            x, *after = _contiguous((x, *after))
             self.watch(x)
             new.extend(after)
         return x, lengths, rest, new
 
 
-def _contiguous(batch: Batch) -> list[Tensor]:
-    """The batch as a graph takes it: compiled code trusts the strides it was captured with, and reads past others."""
-    return [tensor.contiguous() for tensor in (batch.input_ids, batch.valid, batch.rope_positions, batch.start)]
+def _contiguous(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors as graphs take them: compiled code trusts the strides it was captured with, and reads past others. Some
+    versions of torch do not keep those of what it returns.
+    """
+    return [tensor.contiguous() for tensor in tensors]

@@ -133,13 +133,15 @@ def write_slots(state: Tensor, rows: Tensor, slots: Tensor | None, active: Tenso
     """`state` [S, ...] with the rows [B, ...] of active requests (`active` [B] bool) put into their slots.
 
     Written as a selection per slot rather than a scatter per row: idle rows write nowhere, whatever slot they name.
+    `state` stands first in it: torch lays a result out like its first operand, and the next graph takes it as this one
+    took it.
     """
     if slots is None:
-        return torch.where(_over_rows(active, state), rows, state)
+        return torch.where(_over_rows(active.logical_not(), state), state, rows)
     named = torch.where(active, slots, -1)
     owner = (named == torch.arange(state.shape[0], device=state.device)[:, None]).to(torch.int64)  # [S, B]
     row = (owner * torch.arange(slots.shape[0], device=state.device)).sum(dim=1)
-    return torch.where(_over_rows(owner.sum(dim=1) > 0, state), rows.index_select(0, row), state)
+    return torch.where(_over_rows(owner.sum(dim=1) == 0, state), state, rows.index_select(0, row))
 
 
 def _over_rows(condition: Tensor, like: Tensor) -> Tensor:

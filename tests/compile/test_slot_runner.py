@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from nxdi_qwen.compile.cpu import GraphExecutor
 from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.modeling.errors import InputError
@@ -118,6 +120,34 @@ def test_joins_and_leaves(each: Served) -> None:
         running = {slot: request for slot, request in running.items() if request[1]}
         step += 1
     assert step > 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_compiled_graphs_return_what_graphs_take(
+    name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contiguous tensors; torch 2.9 laid the state out like what was written to it."""
+    model, executor = served(tmp_path_factory, "optimized", name)
+    assert isinstance(executor, GraphExecutor)
+    called = set()
+
+    def watched(graph: str, call: Callable[..., object]) -> Callable[..., object]:
+        def run_graph(*inputs: object) -> object:
+            outputs = call(*inputs)
+            called.add(graph)
+            for number, output in enumerate(tree_leaves(outputs)):
+                assert output.is_contiguous(), (graph, number, output.shape, output.stride())
+            return outputs
+
+        return run_graph
+
+    calls = {graph: watched(graph, call) for graph, call in executor.model._calls.items()}
+    monkeypatch.setattr(executor.model, "_calls", calls)
+    runner = SlotRunner(executor)
+    runner.prefill_all_logits(0, tokens(model, 0)[:70])
+    runner.decode({0: 1})
+    assert called == set(calls)
 
 
 def run(runner: SlotRunner, slot: int, ids: list[int], length: int, neighbours: dict[int, Iterator[int]]) -> Tensor:
