@@ -25,7 +25,7 @@ from nxdi_qwen.compile.artifact import (
     written_atomically,
 )
 from nxdi_qwen.compile.buckets import Buckets
-from nxdi_qwen.compile.cpu_linears import read_weights_in_place
+from nxdi_qwen.compile.cpu_linears import read_weights_in_place, weights_are_repacked
 from nxdi_qwen.compile.cpu_weights import load_weights
 from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.graph_check import check_graph
@@ -189,7 +189,8 @@ def _compiler_files(folder: Path) -> AbstractContextManager[None]:
 
 def aot_compile(program: ExportedProgram, path: Path) -> None:
     """Compiles an exported program for this machine, into a package that `torch._inductor.aoti_load_package` runs."""
-    read_weights_in_place(program)
+    if weights_are_repacked():
+        read_weights_in_place(program)
     with quiet_export():
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=_INDUCTOR)
 
