@@ -235,10 +235,10 @@ FAULTS = (
             Edit(STATE, "(_over_rows(start > 0, rows), rows, 0.0)", "(_over_rows(start > 0, rows), rows.float(), 0.0)"),
             Edit(
                 STATE,
-                "return torch.where(_over_rows(active, state), rows, state)",
-                "return torch.where(_over_rows(active, state), rows.to(state.dtype), state)",
+                "return torch.where(_over_rows(active.logical_not(), state), state, rows)",
+                "return torch.where(_over_rows(active.logical_not(), state), state, rows.to(state.dtype))",
             ),
-            Edit(STATE, "rows.index_select(0, row), state)", "rows.index_select(0, row).to(state.dtype), state)"),
+            Edit(STATE, "state, rows.index_select(0, row))", "state, rows.index_select(0, row).to(state.dtype))"),
         ),
         "qwen3_5",
         alone,
