@@ -133,8 +133,8 @@ def write_slots(state: Tensor, rows: Tensor, slots: Tensor | None, active: Tenso
     """`state` [S, ...] with the rows [B, ...] of active requests (`active` [B] bool) put into their slots.
 
     Written as a selection per slot rather than a scatter per row: idle rows write nowhere, whatever slot they name.
-    `state` stands first in it: torch lays a result out like its first operand, and the next graph takes it as this one
-    took it.
+    `state` stands in front of `rows`: where the two are laid out differently, torch lays the result out like the
+    first, and the next graph takes it as this one took it.
     """
     if slots is None:
         return torch.where(_over_rows(active.logical_not(), state), state, rows)

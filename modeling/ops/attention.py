@@ -43,7 +43,7 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, start: Tensor, l
 
 def segment_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
     """The same for tokens that nothing stands in front of, without a cache: `key`, `value` [B, Hkv, T, d] are the
-    segment's own, and queries look at few keys behind them.
+    segment's own, and queries are given few of the keys that they may not see.
     """
     tokens = query.shape[2]
     position = torch.arange(tokens, device=key.device)
@@ -68,7 +68,7 @@ def _attention_blocks(query: Tensor, key: Tensor, value: Tensor, token_position:
 
 
 def _attention_block(query: Tensor, key: Tensor, value: Tensor, token_position: Tensor) -> Tensor:
-    """One block of them."""
+    """Queries [B, Hq, T, d] whose scores are in memory at once; the rest as in `_attention_blocks`: [B, T, Hq, d]."""
     rows, heads, tokens, dim = query.shape
     kv_heads, length = key.shape[1:3]
     groups = heads // kv_heads
