@@ -140,7 +140,8 @@ def write_slots(state: Tensor, rows: Tensor, slots: Tensor | None, active: Tenso
         return torch.where(_over_rows(active.logical_not(), state), state, rows)
     named = torch.where(active, slots, -1)
     owner = (named == torch.arange(state.shape[0], device=state.device)[:, None]).to(torch.int64)  # [S, B]
-    row = (owner * torch.arange(slots.shape[0], device=state.device)).sum(dim=1)
+    # The last row that names a slot: NxDI's warm-up names one several times, and no sum of them may be a row's number.
+    row = (owner * torch.arange(slots.shape[0], device=state.device)).amax(dim=1)
     return torch.where(_over_rows(owner.sum(dim=1) == 0, state), state, rows.index_select(0, row))
 
 

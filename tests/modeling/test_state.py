@@ -105,6 +105,12 @@ def test_rows_write_the_slots_they_name() -> None:
     assert torch.equal(state, slots_of(5)), "the old state is not written to"
 
 
+def test_the_last_row_that_names_a_slot_is_written() -> None:
+    """As NxDI's warm-up does it: a row's number made of several would lie outside of the rows."""
+    rows, active = 10 * slots_of(4), torch.ones(4, dtype=torch.bool)
+    assert firsts(write_slots(slots_of(3), rows, torch.tensor([1, 1, 2, 1]), active)) == [1.0, 40.0, 30.0]
+
+
 @pytest.mark.parametrize("idle", [0, 1, 2])
 def test_an_idle_row_writes_nowhere(idle: int) -> None:
     """Not even into the slot of an active row, which it may name, and whatever it holds."""
