@@ -8,7 +8,7 @@ executes that very module, not the trace it came from, so what it computes is wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -196,9 +196,14 @@ def _swapped(parameters: Mapping[str, Tensor], twins: Mapping[str, Tensor]) -> I
             torch.utils.swap_tensors(tensor, twins[name])
             swapped.append(name)
         yield
-    finally:
+    except BaseException:
+        # What failed may hold some of them, which then cannot be swapped: that error would hide the one to be seen.
         for name in swapped:
-            torch.utils.swap_tensors(parameters[name], twins[name])
+            with suppress(RuntimeError):
+                torch.utils.swap_tensors(parameters[name], twins[name])
+        raise
+    for name in swapped:
+        torch.utils.swap_tensors(parameters[name], twins[name])
 
 
 @contextmanager

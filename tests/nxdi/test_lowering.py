@@ -97,6 +97,18 @@ def test_a_call_sees_parameters_on_the_xla_device_and_may_raise(cell: Cell) -> N
     assert cell.weight.device.type == "cpu"
 
 
+def test_a_failure_that_holds_parameters_is_the_one_that_is_seen(cell: Cell) -> None:
+    """As one inside an autograd function does; such parameters cannot be put back."""
+    held = []
+
+    def call(tokens: Tensor) -> list[Tensor]:
+        held.append(cell.weight.requires_grad_().view(-1))
+        raise ValueError("no")
+
+    with torch.enable_grad(), pytest.raises(ValueError, match="no"):
+        lower(call, [torch.ones(1, 4)], named_tensors(cell), {})
+
+
 def test_a_table_made_on_first_use_does_not_stay_on_the_xla_device() -> None:
     class Lazy(nn.Module):
         table: Tensor | None
