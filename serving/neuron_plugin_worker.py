@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_neuron.worker.neuron_worker import NeuronWorker
 from vllm_neuron.worker.neuronx_distributed_model_runner import NeuronxDistributedModelRunner
 
+from nxdi_qwen.compile.neuron_artifact import NEURON_CONFIG
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig
 from nxdi_qwen.modeling.nxdi.model import describe
 from nxdi_qwen.serving.cache_spec import pool_bytes, specs_in_blocks
@@ -22,8 +25,14 @@ class HybridModelRunner(NeuronxDistributedModelRunner):
     """Finds the model in NxDI's `MODEL_TYPES` and reads the state from the loaded model's own configuration."""
 
     def load_model(self) -> None:
-        """Raises ValueError where the loaded model holds fewer or shorter requests than vLLM may run."""
+        """Raises ValueError where the loaded model holds fewer or shorter requests than vLLM may run, and InputError
+        where its options are refused.
+        """
         register()
+        compiled = Path(os.environ.get("NEURON_COMPILED_ARTIFACTS", ""))
+        if (compiled / NEURON_CONFIG).is_file():
+            # Here, since the plugin takes any ValueError of loading for a missing model, and compiles one over it.
+            HybridInferenceConfig.load(str(compiled))
         super().load_model()
         config = self.inference_config
         slots, length = config.slots, config.neuron_config.max_length

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nxdi_qwen.compile.neuron_artifact import NEURON_CONFIG
 from nxdi_qwen.modeling.config import FULL_ATTENTION
 from nxdi_qwen.modeling.config_loader import load_config
 from tests.serving import stored
@@ -147,3 +149,15 @@ def test_another_model_is_left_to_the_plugin(engine: Engine) -> None:
 )
 def test_what_does_not_fit_is_refused(engine: Engine, case: dict[str, Any], message: str) -> None:
     assert message in engine("qwen3_5", [], **case).failure
+
+
+def test_a_compiled_model_that_is_refused_is_not_compiled_over(engine: Engine, tmp_path: Path) -> None:
+    """The plugin would take the refusal for a missing model."""
+    from nxdi_qwen.parity.targets.nxdi_application import application
+
+    config = application(stored.checkpoint("qwen3_5"), batch_size=SLOTS, seq_len=stored.MAX_LENGTH).config
+    config.neuron_config.async_mode = True
+    config.save(tmp_path)
+    before = (tmp_path / NEURON_CONFIG).read_bytes()
+    assert "async_mode=True is not supported" in engine("qwen3_5", []).failure
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {NEURON_CONFIG: before}
