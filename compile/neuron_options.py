@@ -20,20 +20,21 @@ class NeuronOptions:
     """`shared` are the choices of every target; the others are Neuron's.
 
     `decode_buckets`: cache lengths that token-generation graphs are made for (None: the maximum length alone). Prompts
-    above the largest bucket run in pieces of it. `logical_cores`: physical cores that make one logical core (1 or 2).
+    above the largest bucket run in pieces of it. `logical_cores`: physical cores that make one logical core (1 or 2;
+    None: what NxDI takes on this machine, NEURON_LOGICAL_NC_CONFIG or the platform's own).
     `compiler_flags` are appended to NxDI's own. `on_device_sampling`: the graphs return tokens, not logits.
     """
 
     shared: CompileOptions
     decode_buckets: tuple[int, ...] | None = None
-    logical_cores: int = 2
+    logical_cores: int | None = None
     compiler_flags: str = ""
     on_device_sampling: bool = False
 
     def resolve(self, source: ModelSource) -> tuple[int, Buckets, tuple[int, ...], str]:
         """(maximum length, buckets, decode buckets, dtype name). Raises InputError for what does not fit."""
         max_length, buckets, dtype = self.shared.resolve(source)
-        if self.logical_cores not in (1, 2):
+        if self.logical_cores not in (None, 1, 2):
             raise InputError(f"logical cores of {self.logical_cores} physical ones do not exist: use 1 or 2")
         if self.shared.expert_degree > 1:
             raise InputError(

@@ -65,7 +65,12 @@ def build_parser() -> command.Parser:
         metavar="N,N",
         help="cache lengths to decode at (default: the maximum)",
     )
-    neuron.add_argument("--logical-cores", type=int, metavar="N", help="physical cores to a logical one (default 2)")
+    neuron.add_argument(
+        "--logical-cores",
+        type=int,
+        metavar="N",
+        help="physical cores to a logical one, 1 or 2 (default: NEURON_LOGICAL_NC_CONFIG, or what the platform has)",
+    )
     neuron.add_argument("--compiler-flags", metavar="FLAGS", help="appended to NxDI's flags for neuronx-cc")
     neuron.add_argument("--on-device-sampling", action="store_true", help="graphs return greedy tokens, not logits")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -97,7 +102,7 @@ def compile_model(arguments: list[str] | None) -> int:
     choices = NeuronOptions(
         shared,
         decode_buckets=options.decode_buckets,
-        logical_cores=options.logical_cores or 2,
+        logical_cores=options.logical_cores,
         compiler_flags=options.compiler_flags or "",
         on_device_sampling=options.on_device_sampling,
     )

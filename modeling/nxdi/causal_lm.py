@@ -47,8 +47,9 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):
 
     def enable_speculation(self, *args: Any, **kwargs: Any) -> None:
         super().enable_speculation(*args, **kwargs)
-        # Verification does not replace single steps: a user may have no draft for a request.
-        self.enable_token_generation(*args, **kwargs)
+        # Verification does not replace single steps: a user may have no draft for a request. NxD lays the weights out
+        # as one submodel wants them, which has asked by now: of two, each would expect its own layout.
+        self.enable_token_generation(*args, **{**kwargs, "enable_wlt_optimization": False})
 
     def checkpoint_loader_fn(self, mmap: bool = False) -> dict[str, Tensor]:
         """The parameters before NxD cuts them; see `joined_state_dict`."""
@@ -105,6 +106,8 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):
             compiler_args=self.get_compiler_args(),
             model_init_kwargs=model_init_kwargs,
         )
+        # NxDI chooses them by the tag, and would compile this as it does single steps.
+        self.continuation_model.compiler_args = self.context_encoding_model.compiler_args
         self.models.append(self.continuation_model)
 
     def _infer_attention_mask(self, position_ids: Tensor, *_: Any) -> Tensor:
@@ -190,7 +193,7 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):
             )
             if not model.is_neuron():
                 self._copy_past_key_values(outputs)
-            results = list(outputs) if isinstance(outputs, list) else [outputs]
+            results = list(outputs) if isinstance(outputs, list | tuple) else [outputs]
             if begin:
                 goes_on = lengths > begin
                 count = len(results) if model.is_neuron() else 1  # on the CPU, the state stands behind the result
@@ -199,7 +202,7 @@ class NeuronHybridForCausalLM(NeuronBaseForCausalLM):
                     for new, old in zip(results[:count], merged[:count], strict=True)
                 ]
             merged = results
-        return (merged if isinstance(outputs, list) else merged[0]), model.is_neuron()
+        return (merged if isinstance(outputs, list | tuple) else merged[0]), model.is_neuron()
 
     def _submodel(self, input_ids: Tensor, position_ids: Tensor) -> HybridModelWrapper:
         tokens, first = input_ids.shape[1], position_ids[:, 0]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from neuronx_distributed.modules.moe.blockwise import can_use_blockwise_matmul_nki
 from neuronx_distributed_inference.models.config import InferenceConfig, MoENeuronConfig
 
 from nxdi_qwen.modeling.config import ModelConfig
@@ -14,6 +16,8 @@ from nxdi_qwen.modeling.config_loader import parse_config
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.nxdi import SDK_IS_INSTALLED
 from nxdi_qwen.modeling.partition import Parallel, check_degree
+
+_logger = logging.getLogger(__name__)
 
 _NO_BLOCKS = 1 << 30
 # Options of NxDI that would need another graph than the one that is traced here, and what they must be.
@@ -27,16 +31,31 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "pp_degree": (1, "all layers are on every rank"),
     "ep_degree": (1, "experts are cut along their intermediate size"),
     "moe_ep_degree": (1, "experts are cut along their intermediate size"),
+    "async_mode": (False, "a step that is issued ahead and dropped has advanced the recurrent state all the same"),
     "kv_cache_quant": (False, "the KV cache is in the model's dtype"),
     "quantized": (False, "weights are in 16 or 32 bit"),
+    "quantized_mlp_kernel_enabled": (False, "weights are in 16 or 32 bit"),
+    "activation_quantization_type": (None, "activations are in 16 or 32 bit"),
     "fused_qkv": (False, "query and gate, key and value are projected apart"),
     "enable_fused_speculation": (False, "no draft model is fused"),
     "is_medusa": (False, "there are no Medusa heads"),
+    "medusa_speculation_length": (0, "there are no Medusa heads"),
     "windowed_context_encoding_size": (None, "use continuation_buckets"),
     "token_generation_batches": (None, "decode graphs have one batch size"),
     "lora_config": (None, "LoRA is not supported"),
     "hybrid_sharding_config": (None, "prompts and decode share the experts' weights"),
+    "tensor_capture_config": (None, "every output behind the first is a state"),
+    "tensor_replacement_config": (None, "the graphs take no further inputs"),
     "glu_mlp": (True, "the experts are gated"),
+    "glu_type": ("glu", "the experts are SwiGLU"),
+    "hidden_act_scaling_factor": (1.0, "the experts are SwiGLU"),
+    "hidden_act_bias": (0.0, "the experts are SwiGLU"),
+    "gate_clamp_upper_limit": (None, "the experts clamp nothing"),
+    "gate_clamp_lower_limit": (None, "the experts clamp nothing"),
+    "up_clamp_upper_limit": (None, "the experts clamp nothing"),
+    "up_clamp_lower_limit": (None, "the experts clamp nothing"),
+    "early_expert_affinity_modulation": (False, "an expert's output is weighted, not its input"),
+    "capacity_factor": (None, "no token is dropped"),
 }
 
 
@@ -46,7 +65,8 @@ class HybridNeuronConfig(MoENeuronConfig):
     `continuation_buckets`: lengths of pieces for which graphs are made that go on from the stored state (chunked
     prefill); None: none. `compiler_flags`: appended to the flags that NxDI gives neuronx-cc. With
     `is_block_kv_layout`, the keys and values of attention layers lie in `pa_num_blocks` blocks of `pa_block_size`
-    tokens. Raises InputError for an option of NxDI that this port does not have.
+    tokens. `blockwise_matmul_config`: how NxD runs the routed experts of prompts; left out, it is chosen for the model
+    (`HybridInferenceConfig`). Raises InputError for an option of NxDI that this port does not have.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -60,6 +80,9 @@ class HybridNeuronConfig(MoENeuronConfig):
         # Rows that only fill up a batch must be told from real ones, or they would advance the state of their slot.
         if kwargs.setdefault("apply_seq_ids_mask", True) is not True:
             raise InputError("apply_seq_ids_mask must be true: idle rows would change the state of their slots")
+        # Popped where this object was saved.
+        chooses = "blockwise_matmul_config" not in kwargs
+        self.chooses_experts_kernel: bool = kwargs.pop("chooses_experts_kernel", chooses)
         # NxDI would cut the weights at every load, with the whole model in memory.
         kwargs.setdefault("save_sharded_checkpoint", True)
         super().__init__(**kwargs)
@@ -68,8 +91,11 @@ class HybridNeuronConfig(MoENeuronConfig):
                 raise InputError(f"{name}={getattr(self, name)} is not supported: {reason}")
         if self.is_block_kv_layout and self.max_length % self.pa_block_size:
             raise InputError(f"pa_block_size {self.pa_block_size} does not divide the maximum length {self.max_length}")
-        if self.continuation_buckets and self.async_mode:
-            raise InputError("async_mode does not go with continuation_buckets: pieces are merged on the host")
+        if self.ctx_batch_size not in (1, self.batch_size):
+            raise InputError(
+                f"ctx_batch_size {self.ctx_batch_size} is neither 1 nor the batch size {self.batch_size}: NxDI pads "
+                "the ids of slots to the one and tokens to the other"
+            )
         if self.continuation_buckets and max(self.continuation_buckets) > self.max_length:
             raise InputError(f"continuation_buckets reach beyond the maximum length {self.max_length}")
 
@@ -143,12 +169,45 @@ class HybridInferenceConfig(InferenceConfig):
         options.router_config.dtype = torch.float32
         options.router_config.act_fn = "softmax"
         options.normalize_top_k_affinities = model.norm_topk_prob
-        if not SDK_IS_INSTALLED:
-            # The kernel for prompts is part of the SDK, and its torch form repeats an expert for every block of tokens.
-            # A block that no prompt fills makes NxD compute all experts instead, as it does for short prompts.
-            options.blockwise_matmul_config.block_size = _NO_BLOCKS
+        self._choose_experts_kernel(model)
         # As NxDI's own Qwen3-MoE does, against extra additions in front of the collectives.
         options.disable_numeric_cc_token = True
+
+    def _choose_experts_kernel(self, model: ModelConfig) -> None:
+        """The routed experts of prompts: the kernel of the SDK that NxD 0.18 can call, or no kernel.
+
+        Of its kernels for two physical cores a logical one, NxD's default raises NotImplementedError, and the one that
+        cuts the intermediate size is there. Its torch form of blocks repeats an expert for every block of tokens, in
+        the graph. A block that no prompt fills makes NxD compute all experts instead, as it does for short prompts.
+        """
+        options = self.neuron_config
+        blocks = options.blockwise_matmul_config
+        blocks.logical_nc_config = options.logical_nc_config
+        if not SDK_IS_INSTALLED:
+            blocks.block_size = _NO_BLOCKS
+        elif options.chooses_experts_kernel:
+            blocks.use_shard_on_intermediate_dynamic_while = can_use_blockwise_matmul_nki(
+                hidden_size=model.hidden_size,
+                intermediate_size_tp=self.intermediate_size // options.tp_degree,
+                block_size=blocks.block_size,
+                glu_mlp=options.glu_mlp,
+                glu_type=options.glu_type,
+                use_torch_block_wise=blocks.use_torch_block_wise,
+                device=torch.device("meta"),  # any but the CPU, where no kernel runs
+                logical_nc_config=options.logical_nc_config,
+                use_shard_on_intermediate=True,
+            )
+            if not blocks.use_shard_on_intermediate_dynamic_while:
+                blocks.block_size = _NO_BLOCKS
+                _logger.warning(
+                    "prompts compute all %d experts for every token, where a kernel would compute %d: NxD has none for "
+                    "logical_nc_config %d and %d columns of an expert a rank (two physical cores a logical one and a "
+                    "multiple of 16)",
+                    model.num_experts,
+                    model.num_experts_per_tok,
+                    options.logical_nc_config,
+                    self.intermediate_size // options.tp_degree,
+                )
 
 
 def _plain(value: Any) -> Any:
