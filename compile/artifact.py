@@ -23,7 +23,13 @@ from pathlib import Path
 
 import torch
 
-from nxdi_qwen.compile.manifest import MANIFEST_FILE, Manifest, WeightsEntry, current_machine
+from nxdi_qwen.compile.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    WeightsEntry,
+    current_instruction_sets,
+    current_machine,
+)
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.partition import Parallel
@@ -177,6 +183,11 @@ def open_artifact(folder: Path, verify: bool = False) -> Manifest:
     if manifest.optimized and manifest.machine != current_machine():
         raise InputError(
             f"{folder} was compiled for {manifest.machine}, this machine is {current_machine()}; compile it again here"
+        )
+    if manifest.optimized and (lacking := sorted({*manifest.instruction_sets} - {*current_instruction_sets()})):
+        raise InputError(
+            f"{folder} was compiled on a processor with {', '.join(lacking)}, which this one lacks; compile it again "
+            "here"
         )
     hashed = {entry.file: entry.sha256 for entry in manifest.graphs.values()} | manifest.checkpoint_files
     for name, sha256 in hashed.items():

@@ -31,7 +31,13 @@ from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.graph_check import check_graph
 from nxdi_qwen.compile.graph_model import GraphModel
 from nxdi_qwen.compile.graphs import HEAD_ROWS, capture, graph_specs, graph_state, quiet_export
-from nxdi_qwen.compile.manifest import GraphEntry, Manifest, current_machine, describe_tensors
+from nxdi_qwen.compile.manifest import (
+    GraphEntry,
+    Manifest,
+    current_instruction_sets,
+    current_machine,
+    describe_tensors,
+)
 from nxdi_qwen.compile.source import DTYPES, ModelSource, Progress, no_progress
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.model import Batch, State
@@ -131,6 +137,7 @@ def compile_cpu(source: ModelSource, out: Path, options: CompileOptions, progres
             checkpoint_files=copy_checkpoint_files(source, folder),
             libraries=current_libraries(),
             machine=current_machine(),
+            instruction_sets=current_instruction_sets(),
         )
         manifest.write(folder)
     return manifest

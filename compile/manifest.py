@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
 from nxdi_qwen.modeling.state import StateDescription
 
 FORMAT = "nxdi-qwen artifact"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 MANIFEST_FILE = "manifest.json"
+# Of what Linux lists of a processor: instructions that compilers make use of by themselves, for x86-64 and for Arm.
+_INSTRUCTION_SETS = re.compile(
+    r"(avx|amx|ssse3|sse4_|fma|f16c|bmi|abm|movbe|popcnt|gfni|sve|sme(?!p)|asimd|i8mm|bf16|fphp|atomics)"
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +49,8 @@ class WeightsEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`libraries` and `machine` are what the graphs are bound to; `state` describes every state tensor, for the
-    reader.
+    """`libraries`, `machine` and `instruction_sets` are what the graphs are bound to; `state` describes every state
+    tensor, for the reader.
     """
 
     target: str
@@ -65,6 +70,7 @@ class Manifest:
     checkpoint_files: dict[str, str]  # configuration and tokenizer, file below the folder -> sha256
     libraries: dict[str, str]
     machine: str
+    instruction_sets: tuple[str, ...]
 
     def write(self, folder: Path) -> None:
         """Writes `manifest.json`; its last entry is a hash over all others."""
@@ -106,6 +112,7 @@ class Manifest:
         values["generation"] = GenerationDefaults(**values["generation"])
         values["buckets"] = tuple(values["buckets"])
         values["state"] = tuple(values["state"])
+        values["instruction_sets"] = tuple(values["instruction_sets"])
         values["graphs"] = {name: GraphEntry(**entry) for name, entry in values["graphs"].items()}
         values["weights"] = tuple(WeightsEntry(**entry) for entry in values["weights"])
         return cls(**values)
@@ -120,8 +127,20 @@ def describe_tensors(description: StateDescription) -> tuple[dict[str, Any], ...
 
 
 def current_machine() -> str:
-    """What compiled code is bound to: the processor's architecture and its vector instructions."""
+    """The processor's architecture and the width of its vectors, which torch compiles for."""
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def current_instruction_sets() -> tuple[str, ...]:
+    """The processor's instruction sets, by Linux's names; none where it does not list them. Compiled code may use all
+    of the machine that it was compiled on.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ()
+    listed = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return tuple(sorted(name for name in listed.split() if _INSTRUCTION_SETS.match(name)))
 
 
 def _digest(content: dict[str, Any]) -> str:

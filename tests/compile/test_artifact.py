@@ -145,6 +145,10 @@ REFUSALS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda at: edited_manifest(at, optimized=True, machine="abacus WOOD"),
         "was compiled for abacus WOOD, this machine is ",
     ),
+    "compiled code of another processor": (
+        lambda at: edited_manifest(at, optimized=True, instruction_sets=["avx9_beads", "avx9_frame"]),
+        "was compiled on a processor with avx9_beads, avx9_frame, which this one lacks; compile it again here",
+    ),
     "graph edited": (lambda at: changed_byte(at / GRAPH, 1000), f"{GRAPH} was edited or damaged"),
     "graph truncated": (lambda at: (at / GRAPH).write_bytes((at / GRAPH).read_bytes()[:-1]), f"{GRAPH} was edited"),
     "graph missing": (lambda at: (at / GRAPH).unlink(), f"{GRAPH} is missing: the artifact is incomplete"),
@@ -181,7 +185,7 @@ def test_refused_with_the_reason(case: str, artifact: Path) -> None:
 
 
 def test_an_exported_program_is_bound_to_no_machine(artifact: Path) -> None:
-    edited_manifest(artifact, machine="abacus WOOD")
+    edited_manifest(artifact, machine="abacus WOOD", instruction_sets=["avx9_beads"])
     open_artifact(artifact)
 
 

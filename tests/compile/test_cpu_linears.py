@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.nn import functional
 
+from nxdi_qwen.compile.cpu import aot_compile
 from nxdi_qwen.compile.cpu_linears import read_weights_in_place
 from tests.comparison import relative
 
 HIDDEN = 1024
+WEIGHT = torch.zeros(HIDDEN, HIDDEN, dtype=torch.bfloat16)
 
 
 class _Linear(nn.Module):
@@ -39,6 +44,20 @@ def test_rows(shape: tuple[int, int], kept: bool) -> None:
     assert result.shape == exact.shape and result.dtype == torch.bfloat16
     # Two roundings to bfloat16, of the product and of the sum.
     assert relative(result, exact) < 2**-8
+
+
+@pytest.mark.parametrize("repacks", [False, True])
+def test_only_where_weights_are_repacked(repacks: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = torch.export.export(_Linear(), (torch.zeros(1, 1, HIDDEN).bfloat16(), WEIGHT), strict=False)
+    kept = []
+
+    def compile_and_package(program: ExportedProgram, **_: object) -> None:
+        kept.extend(program.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default))
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_and_package)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: repacks)
+    aot_compile(program, tmp_path / "package.pt2")
+    assert bool(kept) != repacks
 
 
 @pytest.mark.parametrize("case", ["float32", "bias", "small"])

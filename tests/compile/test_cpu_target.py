@@ -14,7 +14,7 @@ from nxdi_qwen.compile.buckets import Buckets
 from nxdi_qwen.compile.cpu import CompileOptions, compile_cpu, load_cpu
 from nxdi_qwen.compile.executor import EagerExecutor
 from nxdi_qwen.compile.graphs import CONTINUATION, graph_specs
-from nxdi_qwen.compile.manifest import Manifest, current_machine
+from nxdi_qwen.compile.manifest import Manifest, current_instruction_sets, current_machine
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.compile.source import ModelSource
 from nxdi_qwen.modeling.config import ModelConfig
@@ -133,3 +133,4 @@ def test_an_artifact_for_another_target_is_refused(artifact: Path) -> None:
 def test_compiled_code_is_bound_to_this_machine(tmp_path_factory: pytest.TempPathFactory) -> None:
     manifest = open_artifact(artifact_of(tmp_path_factory, "qwen3_5", optimize=True), verify=True)
     assert manifest.optimized and manifest.machine == current_machine()
+    assert manifest.instruction_sets == current_instruction_sets()

@@ -159,5 +159,6 @@ def test_a_compiled_model_that_is_refused_is_not_compiled_over(engine: Engine, t
     config.neuron_config.async_mode = True
     config.save(tmp_path)
     before = (tmp_path / NEURON_CONFIG).read_bytes()
-    assert "async_mode=True is not supported" in engine("qwen3_5", []).failure
+    run = engine("qwen3_5", stored.references("qwen3_5").completions[:1])
+    assert "async_mode=True is not supported" in run.failure and "Recompiling" not in run.log
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {NEURON_CONFIG: before}
