@@ -36,7 +36,7 @@ def run(main: Callable[[list[str] | None], int], arguments: list[str] | None = N
 def integers(text: str) -> tuple[int, ...]:
     """A comma-separated list of whole numbers, for argparse."""
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of whole numbers") from None
 

@@ -135,8 +135,7 @@ class _Errors:
                 "tokens": self.tokens[part],
                 "ours": (self.sums[part, 0] / max(1, self.tokens[part]) / self.vocabulary).item(),
                 "theirs": (self.sums[part, 1] / max(1, self.tokens[part]) / self.vocabulary).item(),
-                # Not a number, and so no verdict, without a token.
-                "ratio": (self.sums[part, 0] / self.sums[part, 1]).item(),
+                "ratio": (self.sums[part, 0] / self.sums[part, 1]).item() if self.tokens[part] else None,
             }
             for part, name in enumerate(("prefill", "decode"))
         }
