@@ -7,7 +7,6 @@ from pathlib import Path
 from nxdi_qwen.compile.artifact import copy_checkpoint_files, written_atomically
 from nxdi_qwen.compile.neuron_options import NeuronOptions
 from nxdi_qwen.compile.source import DTYPES, ModelSource
-from nxdi_qwen.modeling.errors import InputError
 
 # The first import puts stand-ins in the place of a missing SDK, which all others need.
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig, HybridNeuronConfig  # isort: skip
@@ -19,15 +18,12 @@ TARGET = "neuron"
 
 
 def neuron_config(source: ModelSource, options: NeuronOptions) -> HybridNeuronConfig:
-    """NxDI's options for what the user chose: continuous batching, a prompt at a time, all requests in one decode.
-
-    Raises InputError where the environment has other logical cores than the user: NxDI would take those.
-    """
+    """NxDI's options for what the user chose: continuous batching, a prompt at a time, all requests in one decode."""
     max_length, buckets, decode_buckets, dtype = options.resolve(source)
     slots, largest = options.shared.slots, buckets.lengths[-1]
     length = max(max_length, largest)
     logical_cores = {} if options.logical_cores is None else {"logical_nc_config": options.logical_cores}
-    config = HybridNeuronConfig(
+    return HybridNeuronConfig(
         torch_dtype=DTYPES[dtype],
         batch_size=slots,
         ctx_batch_size=1,
@@ -44,12 +40,6 @@ def neuron_config(source: ModelSource, options: NeuronOptions) -> HybridNeuronCo
         on_device_sampling_config=OnDeviceSamplingConfig() if options.on_device_sampling else None,
         save_sharded_checkpoint=True,
     )
-    if options.logical_cores not in (None, config.logical_nc_config):
-        raise InputError(
-            f"NEURON_LOGICAL_NC_CONFIG is {config.logical_nc_config}, and --logical-cores {options.logical_cores}: "
-            "make the two equal, for compiling and for running"
-        )
-    return config
 
 
 def application_of(source: ModelSource, options: NeuronOptions) -> NeuronHybridForCausalLM:

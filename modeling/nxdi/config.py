@@ -83,12 +83,18 @@ class HybridNeuronConfig(MoENeuronConfig):
         # Popped where this object was saved.
         chooses = "blockwise_matmul_config" not in kwargs
         self.chooses_experts_kernel: bool = kwargs.pop("chooses_experts_kernel", chooses)
+        logical_cores = kwargs.get("logical_nc_config")
         # NxDI would cut the weights at every load, with the whole model in memory.
         kwargs.setdefault("save_sharded_checkpoint", True)
         super().__init__(**kwargs)
         for name, (accepted, reason) in _REFUSED.items():
             if getattr(self, name) != accepted:
                 raise InputError(f"{name}={getattr(self, name)} is not supported: {reason}")
+        if logical_cores not in (None, self.logical_nc_config):
+            raise InputError(
+                f"NEURON_LOGICAL_NC_CONFIG is {self.logical_nc_config}, and logical_nc_config (--logical-cores) "
+                f"{logical_cores}: make the two equal, for compiling and for running"
+            )
         if self.is_block_kv_layout and self.max_length % self.pa_block_size:
             raise InputError(f"pa_block_size {self.pa_block_size} does not divide the maximum length {self.max_length}")
         if self.ctx_batch_size not in (1, self.batch_size):
