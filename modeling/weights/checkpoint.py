@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from nxdi_qwen.modeling.errors import InputError
-from nxdi_qwen.modeling.weights.header import TensorInfo, read_header
+from nxdi_qwen.modeling.weights.header import FileVersion, TensorInfo, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -61,6 +62,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
         """A new tensor with the data of `name` in the file's dtype.
 
         With `index`, only that slice of the first dimension; with `rows`, of what remains only rows [start, stop).
+        Raises InputError where the file is not the one that was opened, or not as it was.
         """
         info = self._tensors[name]
         shape, offset = info.shape, info.offset
@@ -72,13 +74,18 @@ class Checkpoint(Mapping[str, TensorInfo]):
             shape = (rows[1] - rows[0], *shape[1:])
         tensor = torch.empty(shape, dtype=info.dtype)
         view, done = memory_of(tensor), 0
-        with info.file.open("rb", buffering=0) as file:
-            file.seek(offset)
-            while done < len(view):  # the system reads at most 2 GiB at a time
-                count = file.readinto(view[done:])
-                if not count:
-                    raise InputError(f"{info.file} ended while {name} was read; download it again")
-                done += count
+        try:
+            with info.file.open("rb", buffering=0) as file:
+                same = FileVersion.of(file) == info.version
+                file.seek(offset)
+                while same and done < len(view):  # the system reads at most 2 GiB at a time
+                    count = file.readinto(view[done:])
+                    done += count
+                    same = count > 0 and FileVersion.of(file) == info.version
+        except OSError as error:
+            raise InputError(f"cannot read {info.file}: {error.strerror}") from error
+        if not same:
+            raise InputError(f"{info.file} changed while {name} was read: wait until it is complete, and begin again")
         return tensor
 
 
@@ -96,7 +103,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         usable = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         usable = False
     if not usable or not weight_map:
         raise InputError(f"{path} has no usable weight_map; download it again")
@@ -108,7 +115,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[str, TensorInfo]:
     files = sorted(set(weight_map.values()))
-    absent = [file for file in files if not (folder / file).exists()]
+    absent = [file for file in files if not os.path.exists(folder / file)]  # False also for a name that is too long
     if absent:
         raise InputError(f"{INDEX_FILE} names {name_list(absent)}, absent from {folder}; download the missing files")
     tensors: dict[str, TensorInfo] = {}

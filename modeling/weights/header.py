@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import IO, Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -41,14 +42,29 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _LFS_POINTER = b"version https://git-lfs"
 
 
+class FileVersion(NamedTuple):
+    """What changes when a file is written to or replaced: its number, size in bytes and time of change in ns."""
+
+    inode: int
+    size: int
+    modified: int
+
+    @classmethod
+    def of(cls, file: IO[bytes]) -> FileVersion:
+        """Of an open file."""
+        status = os.fstat(file.fileno())
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: `offset` counts bytes from the start of `file`."""
+    """Where one tensor lies: `offset` counts bytes from the start of `file`, as long as that is `version`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     file: Path
     offset: int
+    version: FileVersion
 
     @property
     def nbytes(self) -> int:
@@ -73,8 +89,8 @@ def read_header(path: Path) -> Header:
     file and, where there is one, the tensor.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
+            version = FileVersion.of(file)
             length_field = file.read(_LENGTH_BYTES)
             length = int.from_bytes(length_field, "little")
             if length_field == _LFS_POINTER[:_LENGTH_BYTES]:
@@ -85,15 +101,15 @@ def read_header(path: Path) -> Header:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     if len(text) < length:
-        raise InputError(f"{path} is truncated inside its header ({size} bytes); download it again")
+        raise InputError(f"{path} is truncated inside its header ({version.size} bytes); download it again")
     entries = _parse(path, text)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise InputError(f"{path} has a damaged header (__metadata__); download it again")
     start = _LENGTH_BYTES + length
-    tensors = {name: _tensor_info(path, start, name, entry) for name, entry in entries.items()}
-    _check_extent(path, start, size, tensors)
-    return Header(tensors, metadata, hashlib.sha256(length_field + text).hexdigest(), size)
+    tensors = {name: _tensor_info(path, version, start, name, entry) for name, entry in entries.items()}
+    _check_extent(path, start, version.size, tensors)
+    return Header(tensors, metadata, hashlib.sha256(length_field + text).hexdigest(), version.size)
 
 
 def _parse(path: Path, text: bytes) -> dict[str, Any]:
@@ -105,23 +121,25 @@ def _parse(path: Path, text: bytes) -> dict[str, Any]:
 
     try:
         entries = json.loads(text, object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:  # also an integer of more digits than Python reads
         raise InputError(f"{path} is not a safetensors file (its header is no JSON); download it again") from error
     if not isinstance(entries, dict):
         raise InputError(f"{path} is not a safetensors file (its header is no JSON object); download it again")
     return entries
 
 
-def _tensor_info(path: Path, start: int, name: str, entry: Any) -> TensorInfo:
+def _tensor_info(path: Path, version: FileVersion, start: int, name: str, entry: Any) -> TensorInfo:
     damaged = InputError(f"{path}: the header's entry for {name} is damaged; download the file again")
     if not isinstance(entry, dict):
         raise damaged
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not (_is_sizes(shape) and _is_sizes(offsets) and len(offsets) == 2):
         raise damaged
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise InputError(f"{path}: {name} has dtype {dtype}, which this program does not read")
-    info = TensorInfo(tuple(shape), DTYPES[dtype], path, start + offsets[0])
+    info = TensorInfo(tuple(shape), DTYPES[dtype], path, start + offsets[0], version)
     if offsets[1] - offsets[0] != info.nbytes:
         raise damaged
     return info

@@ -84,8 +84,8 @@ def write_files(
     """Write the files of some ranks from the blocks of all whole parameters; fsync at the end.
 
     In memory is one block and a rank's part of it. `progress(done, total)` is called with bytes of whole parameters
-    after each block. Raises ValueError for a block that is unknown or repeated, and for parameters that do not arrive
-    whole. Whatever goes wrong, no file is left behind.
+    after each block. Raises ValueError for a block that is unknown or more than its parameter still lacks, and for
+    parameters that do not arrive whole. Whatever goes wrong, no file is left behind.
     """
     try:
         with ExitStack() as stack:

@@ -1,6 +1,8 @@
 """Files that are absent, damaged or contradict each other are refused by name, from their headers."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,12 +93,37 @@ def test_truncation_names_the_tensor(tmp_path):
         Checkpoint.open(tmp_path)
 
 
-def test_file_cut_after_it_was_opened(tmp_path):
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _replace(path):
+    save_file({"a": torch.zeros(4)}, path.with_name("new"))
+    path.with_name("new").replace(path)
+
+
+def _write_over(path):
+    with path.open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(bytes(4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_cut, "model.safetensors changed while a was read: wait until it is complete"),
+        (_replace, "model.safetensors changed while a was read"),
+        (_write_over, "model.safetensors changed while a was read"),
+        (Path.unlink, "cannot read .*model.safetensors: No such file"),
+    ],
+)
+def test_a_file_that_changes_after_it_was_opened(tmp_path, change, message):
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(4)}, path)
     checkpoint = Checkpoint.open(tmp_path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(InputError, match="ended while a was read"):
+    assert checkpoint.read("a").tolist() == [1.0] * 4
+    change(path)
+    with pytest.raises(InputError, match=message):
         checkpoint.read("a")
 
 
@@ -114,6 +141,8 @@ def entry(shape, begin, end, dtype="F32"):
         ({"a": entry([-2], 0, 8)}, 8, "entry for a is damaged"),
         ({"a": 3}, 8, "entry for a is damaged"),
         ({"a": entry([2], 0, 8, "F4")}, 8, "a has dtype F4"),
+        ({"a": entry([2], 0, 8, [])}, 8, "a has dtype \\[\\]"),
+        ("9" * 5000, 0, "no JSON"),
         ([1], 0, "no JSON object"),
         ("{", 0, "no JSON"),
         ('{"a": 1, "a": 2}', 0, "names a tensor twice"),
@@ -173,6 +202,18 @@ def test_tensor_the_index_does_not_place_there(tmp_path, change):
     del weight_map["b"]
     write_index(tmp_path, weight_map | change)
     with pytest.raises(InputError, match=r"one\.safetensors holds b, which"):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_index_that_cannot_be_read(tmp_path):
+    (tmp_path / INDEX).mkdir()
+    with pytest.raises(InputError, match="no usable weight_map"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_file_name_that_no_file_system_takes(tmp_path):
+    write_index(tmp_path, {"a": "x" * 300 + ".safetensors"})
+    with pytest.raises(InputError, match="absent from"):
         Checkpoint.open(tmp_path)
 
 
