@@ -26,7 +26,10 @@ def number(key: str, value: Any, *, above: float | None = None, minimum: float |
     """A finite number, strictly greater than `above` and at least `minimum` where given. Raises InputError."""
     bounds = [f" greater than {above:g}"] if above is not None else []
     bounds += [f" of at least {minimum:g}"] if minimum is not None else []
-    valid = type(value) in (int, float) and math.isfinite(value)
+    try:
+        valid = type(value) in (int, float) and math.isfinite(float(value))
+    except OverflowError:  # an integer beyond every float
+        valid = False
     if not valid or (above is not None and value <= above) or (minimum is not None and value < minimum):
         raise InputError(f"{key} must be a finite number{' and'.join(bounds)}, got {shown(value)}")
     return float(value)

@@ -10,6 +10,8 @@ from nxdi_qwen.modeling.config_section import ConfigSection
 from nxdi_qwen.modeling.errors import InputError
 
 DEFAULT_PARTIAL_ROTARY_FACTOR = 0.25
+# Of Qwen3.5, where a configuration names none; as transformers has it.
+DEFAULT_MROPE_SECTION = (11, 11, 10)
 # Keys of the rotary objects that one export spreads directly in text_config. `type` is too general to be among them.
 SPREAD_KEYS = (
     "rope_theta",
@@ -41,12 +43,16 @@ def read_rope(text: ConfigSection, family: str, max_position_embeddings: int) ->
         raise InputError(f"rope_type {shown(rope_type)} is not supported; use default or yarn")
     notes: list[str] = []
     fields: dict[str, Any] = {
-        "theta": merged.require("rope_theta"),
+        "theta": number("rope_theta", merged.require("rope_theta"), above=1),
         "partial_rotary_factor": merged.get("partial_rotary_factor", DEFAULT_PARTIAL_ROTARY_FACTOR),
         "rope_type": rope_type,
     }
     if family != "qwen3_next":
         section = merged.get("mrope_section")
+        if section is None and _rotated_pairs(text, fields) == sum(DEFAULT_MROPE_SECTION):
+            section = DEFAULT_MROPE_SECTION
+        elif section is None:
+            notes.append("no mrope_section: positions of height and width are not used")
         fields["mrope_section"] = tuple(section) if isinstance(section, list) else section
         if merged.get("mrope_interleaved", True) is not True:
             notes.append("mrope_interleaved is not true, but the sections of this family are always interleaved")
@@ -54,7 +60,8 @@ def read_rope(text: ConfigSection, family: str, max_position_embeddings: int) ->
     if rope_type == "yarn":
         fields |= _yarn_fields(merged, max_position_embeddings)
         rope = RopeConfig(**fields)
-        stretched = int(fields["factor"] * fields["original_max_position_embeddings"])
+        product = fields["factor"] * fields["original_max_position_embeddings"]
+        stretched = int(number("factor times original_max_position_embeddings", product))
         if "original_max_position_embeddings" not in merged.values:
             notes.append(f"yarn without original_max_position_embeddings: {max_position_embeddings} is assumed")
         elif stretched > positions:
@@ -65,6 +72,12 @@ def read_rope(text: ConfigSection, family: str, max_position_embeddings: int) ->
     if unread := merged.unread():
         notes.append(f"ignored rope keys: {', '.join(unread)}")
     return rope, positions, notes
+
+
+def _rotated_pairs(text: ConfigSection, fields: dict[str, Any]) -> int:
+    """Half of the dimensions of a head that are rotated."""
+    factor = number("partial_rotary_factor", fields["partial_rotary_factor"])
+    return int(integer("head_dim", text.require("head_dim")) * factor) // 2
 
 
 def _merge(text: ConfigSection) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rotary frequencies: the inverse frequency of each rotated pair, default or yarn, and its mrope axis."""
+"""Rotary frequencies: the inverse frequency of each rotated pair, default or yarn."""
 
 from __future__ import annotations
 
@@ -69,16 +69,3 @@ def rope_attention_scaling(config: ModelConfig) -> float:
 
 def _magnitude(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def mrope_axis_of_frequency(config: ModelConfig) -> tuple[int, ...]:
-    """The position axis of each frequency, rotary_dim / 2 entries: 0 time, 1 height, 2 width.
-
-    Interleaved 0, 1, 2, 0, 1, 2 ... until height and width have as many as `mrope_section` gives them; time has the
-    rest. All 0 without mrope sections.
-    """
-    half = config.rotary_dim // 2
-    section = config.rope.mrope_section
-    if section is None:
-        return (0,) * half
-    return tuple(index % 3 if index < 3 * section[index % 3] else 0 for index in range(half))

@@ -96,6 +96,12 @@ def test_other_rope_types_are_refused_by_name(load, rope_type, type_key):
         (NEXT | {"rope_scaling": {"type": "yarn"}}, "factor is missing"),
         (NEXT | {"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor must be a finite number"),
         (NEXT | {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": -1}}, "beta_fast must be"),
+        (NEXT | {"rope_theta": 10**400}, "rope_theta must be a finite number greater than 1, got 1000"),
+        (NEXT | {"rope_scaling": {"type": "yarn", "factor": 10**400}}, "factor must be a finite number"),
+        (
+            NEXT | {"rope_scaling": {"type": "yarn", "factor": 1e308, "original_max_position_embeddings": 4096}},
+            "factor times original_max_position_embeddings must be a finite number, got inf",
+        ),
         (NEXT | {"partial_rotary_factor": 0.3}, "must be an even number of rotated dimensions, got 9"),
         (DENSE | {"rope_parameters": ROPE | {"mrope_section": [11, 11, 10]}}, "must sum to 4, half of head_dim 32"),
         (DENSE | {"rope_parameters": ROPE | {"mrope_section": 4}}, "mrope_section must hold three integers"),
@@ -109,5 +115,7 @@ def test_bad_rope_values(load, config, message):
 def test_unused_rope_keys_are_reported(load):
     loaded = load(NEXT | {"rope_scaling": {"type": "default", "factor": 2, "mrope_section": [1, 1, 2]}})
     assert loaded.notes == ("ignored rope keys: factor, mrope_section",)
+    loaded = load(DENSE | {"rope_parameters": without(ROPE, "mrope_section")})
+    assert loaded.notes == ("no mrope_section: positions of height and width are not used",)
     loaded = load(DENSE | {"rope_parameters": ROPE | {"mrope_interleaved": False}})
     assert len(loaded.notes) == 1 and "mrope_interleaved" in loaded.notes[0]

@@ -8,7 +8,8 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeTextR
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from nxdi_qwen.modeling.config_loader import load_config
-from nxdi_qwen.modeling.rope_frequencies import mrope_axis_of_frequency, rope_attention_scaling, rope_inv_freq
+from nxdi_qwen.modeling.ops.rotary import rotary_cos_sin
+from nxdi_qwen.modeling.rope_frequencies import rope_attention_scaling, rope_inv_freq
 
 HF_CLASSES = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextRotaryEmbedding),
@@ -52,28 +53,31 @@ def test_frequencies_and_scaling_equal_hugging_face(tmp_path, family, rope_param
     assert rope_attention_scaling(config) == module.attention_scaling
 
 
-@pytest.mark.parametrize("head_dim, section", [(256, [11, 11, 10]), (32, [2, 1, 1]), (512, [24, 20, 20])])
-def test_mrope_axes_equal_hugging_face(tmp_path, head_dim, section):
-    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": section, "mrope_interleaved": True}
-    module, config = both(tmp_path, "qwen3_5", rope, head_dim)
-    axes = mrope_axis_of_frequency(config)
+def axes_of_frequencies(config):
+    """The position axis of each frequency: 0 time, 1 height, 2 width."""
+    half, positions = config.rotary_dim // 2, torch.arange(3)[:, None, None]
+    cos, _ = rotary_cos_sin(positions, torch.ones(half), config.rope.mrope_section, 1.0)
+    return cos.acos().round().int().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "head_dim, section", [(256, [11, 11, 10]), (256, None), (32, [2, 1, 1]), (512, [24, 20, 20])], ids=str
+)
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_mrope_axes_equal_hugging_face(tmp_path, family, head_dim, section):
+    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_interleaved": True}
+    rope |= {} if section is None else {"mrope_section": section}
+    module, config = both(tmp_path, family, rope, head_dim)
+    axes = axes_of_frequencies(config)
     # Hugging Face's own recomposition of a tensor that holds, at every frequency, the number of its axis.
     marked = torch.arange(3.0)[:, None, None, None].expand(3, 1, 1, len(axes)).clone()
-    assert module.recomposition_frequencies(marked)[0, 0, : len(axes)].tolist() == list(axes)
-    assert [axes.count(axis) for axis in range(3)] == section
-
-
-def test_mrope_axes_of_the_published_sections(tmp_path):
-    rope = {"rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10]}
-    _, config = both(tmp_path, "qwen3_5_moe", rope)
-    axes = mrope_axis_of_frequency(config)
-    assert [index for index, axis in enumerate(axes) if axis == 1] == list(range(1, 32, 3))
-    assert [index for index, axis in enumerate(axes) if axis == 2] == list(range(2, 30, 3))
+    assert module.recomposition_frequencies(marked)[0, 0, : len(axes)].tolist() == axes
+    assert [axes.count(axis) for axis in range(3)] == (section or [11, 11, 10])
 
 
 def test_without_sections_every_frequency_is_of_time(tmp_path):
     _, config = both(tmp_path, "qwen3_next", {"rope_type": "default", "rope_theta": 1e7})
-    assert mrope_axis_of_frequency(config) == (0,) * 32
+    assert axes_of_frequencies(config) == [0] * 32
 
 
 def test_frequencies_are_real_under_a_meta_device(tmp_path):
