@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from nxdi_qwen.modeling.layers.context import Context, LayerState, Way
 from nxdi_qwen.modeling.layers.gated_delta_net import GatedDeltaNet
 from nxdi_qwen.modeling.layers.mlp import SparseMoE, SwiGLU
 from nxdi_qwen.modeling.layers.norm import ZeroCenteredRMSNorm
+from nxdi_qwen.modeling.ops.gated_delta import CHUNK
 from nxdi_qwen.modeling.ops.rotary import rotary_cos_sin
 from nxdi_qwen.modeling.ops.tokens import take_tokens
 from nxdi_qwen.modeling.parallel import ParallelLayers, VocabParallelEmbedding, VocabParallelHead
@@ -28,7 +30,7 @@ class Batch(NamedTuple):
     """The inputs of one forward pass over B rows of T tokens, beside the state.
 
     Invalid positions of `valid` may stand anywhere in a row, and a row without a valid token is idle: its slot keeps
-    what it holds.
+    what it holds. `start` and a row's valid tokens together fit the slot: more would be left out of the cache.
     """
 
     input_ids: Tensor  # [B, T] int64; padding holds any id of the vocabulary
@@ -134,8 +136,11 @@ class HybridCausalLM(nn.Module):
         """Context encoding: T tokens from whatever the slots hold.
 
         `checkpoints`: multiples of the chunk below T after which the state is wanted as well, counted in valid tokens
-        of this batch.
+        of this batch. Raises ValueError for others.
         """
+        off_grid = [checkpoint for checkpoint in checkpoints if checkpoint % CHUNK]
+        if off_grid or not all(low < high for low, high in pairwise((0, *checkpoints, batch.input_ids.shape[1]))):
+            raise ValueError(f"checkpoints {checkpoints} are not ascending multiples of {CHUNK} below T")
         input_ids, rope_positions, order = valid_first(batch.input_ids, batch.valid, batch.rope_positions)
         compact = batch._replace(input_ids=input_ids, rope_positions=rope_positions)
         x, states = self._layers(compact, state, Way.PREFILL, (*checkpoints, input_ids.shape[1]))

@@ -118,6 +118,15 @@ def test_checkpoints(name: str, left: bool) -> None:
             assert_same_state(owned_state(model, checkpoint, slot, seen), owned_state(model, shorter, 0, seen))
 
 
+@pytest.mark.parametrize("points", [(100,), (128, 64), (64, 64), (0,), (192,)], ids=str)
+def test_checkpoints_off_the_grid_are_refused(points: tuple[int, ...]) -> None:
+    """Off it, the recurrent state would be that of the chunk before."""
+    model = ported_model("qwen3_5_tied")
+    batch = batch_of([prompt("qwen3_5_tied", 0, 150)], [0])
+    with pytest.raises(ValueError, match="are not ascending multiples of 64 below T"):
+        model.prefill(batch, empty_state(model, 1, MAX_LENGTH), checkpoints=points)
+
+
 def test_going_on_from_a_checkpoint() -> None:
     """What a prefix cache does: the rest of another prompt behind the first 64 tokens of this one."""
     name = "qwen3_5_tied"
