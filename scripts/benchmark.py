@@ -51,8 +51,8 @@ def benchmark(arguments: list[str] | None) -> int:
     options = build_parser().parse_args(arguments)
     if options.rounds < 1:
         raise InputError(f"{options.rounds} rounds measure nothing: give at least 1")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise InputError(f"--json: no folder {options.json.parent}: make it first")
+    if options.json is not None:
+        command.check_file(options.json, "--json")
     if options.plot is not None:
         check_plot(options.plot)
     vllm_python = getattr(options, "vllm_python", None)
@@ -74,7 +74,7 @@ def benchmark(arguments: list[str] | None) -> int:
         report.print_cost(cost)
         figures, draw = asdict(cost) | {"exponents": cost.exponents()}, lambda: report.plot_cost(cost, options.plot)
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        command.write_file(options.json, json.dumps(figures, indent=1) + "\n", "--json")
     if options.plot is not None:
         draw()
     return 0

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -39,6 +40,22 @@ def integers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",")) if text.strip() else ()
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a comma-separated list of whole numbers") from None
+
+
+def check_file(path: Path, option: str) -> None:
+    """Before anything is computed: raises InputError where `option` names no place for a file."""
+    if path.is_dir():
+        raise InputError(f"{option}: {path} is a folder: give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{option}: no folder {path.parent}: make it first")
+
+
+def write_file(path: Path, text: str, option: str) -> None:
+    """Raises InputError where the file that `option` names cannot be written."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"cannot write {path} ({error.strerror}): choose another place with {option}") from error
 
 
 @contextmanager

@@ -56,7 +56,7 @@ def hardware_report(arguments: list[str] | None) -> int:
     check_device()
 
     def save(report: dict[str, Any]) -> None:
-        options.out.write_text(_as_json(report))
+        command.write_file(options.out, _as_json(report), "--out")
 
     with library_output_on_stderr(), command.progress_bars() as progress:
         report = make_report(lambda: load_application(artifact), artifact, source, choices, progress, save)

@@ -89,12 +89,12 @@ def logit_diff(arguments: list[str] | None) -> int:
     if outcome is None:
         print(f"saved in {options.save}: compare it with --target stored:{options.save}")
         return 0
-    if options.html is not None:
-        write_page(outcome, options.html)
     if options.json:
         print(json.dumps({"model": str(options.model), **outcome.to_dict()}))
     else:
         print_report(outcome)
+    if options.html is not None:  # last: what cannot be written must not take the verdict along
+        write_page(outcome, options.html)
     return 0 if outcome.passed else ABOVE_TOLERANCE
 
 

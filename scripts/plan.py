@@ -72,12 +72,12 @@ def plan_model(arguments: list[str] | None) -> int:
     console = Console(stderr=True)
     for note in notes:
         console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
-    if options.plot is not None:
-        _plot(options.plot, config, on, result)
     if options.json:
         print(json.dumps(dataclasses.asdict(result), indent=2))
     else:
         _print_tables(result)
+    if options.plot is not None:
+        _plot(options.plot, config, on, result)
     return 0
 
 

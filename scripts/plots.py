@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from nxdi_qwen.modeling.errors import InputError
+from nxdi_qwen.scripts.command import check_file
 
 
 def check_plot(path: Path) -> None:
     """Raises InputError where a plot cannot be drawn: another kind of file, no such folder, no matplotlib."""
     if path.suffix.lower() != ".png":
         raise InputError(f"--plot writes a PNG: give a name that ends in .png, not {path}")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"--plot: no folder {path.parent}: make it first")
+    check_file(path, "--plot")
     try:
         importlib.import_module("matplotlib")
     except ImportError:

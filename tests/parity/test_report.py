@@ -222,7 +222,7 @@ def test_what_prevents_a_page_is_said_before_anything_is_computed(
     refused(capsys, script.logit_diff, tmp_path, ["--html", page], "pip install 'nxdi-qwen[report]'")
 
 
-def test_a_page_that_cannot_be_written_leaves_nothing(
+def test_a_page_that_cannot_be_written_leaves_nothing_and_takes_nothing_along(
     outcome: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -231,7 +231,10 @@ def test_a_page_that_cannot_be_written_leaves_nothing(
     monkeypatch.setattr(script, "run_session", lambda *_: outcome)
     monkeypatch.setattr(html, "render", lambda _: "page")
     monkeypatch.setattr(Path, "replace", full)
-    refused(capsys, script.logit_diff, tmp_path, ["--html", tmp_path / "page.html"], "No space left on device")
+    output = call(capsys, script.logit_diff, "--html", tmp_path / "page.html", "--json")
+    assert output.status == 2 and "No space left on device" in output.err
+    assert json.loads(output.out)["passed"] is False
+    assert not list(tmp_path.iterdir())
 
 
 def test_plotly_is_not_imported_without_a_page() -> None:

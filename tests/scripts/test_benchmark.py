@@ -148,6 +148,7 @@ def test_a_peer_that_fails_is_named(tmp_path: Path) -> None:
         (("cost", "--preset", "qwen9"), "qwen9"),
         (("cost", "--plot", "cost.svg"), "--plot writes a PNG"),
         (("cost", "--json", "missing/cost.json"), "no folder missing"),
+        (("cost", "--json", "."), "--json: . is a folder: give the name of a file"),
         (("speed", "--model", "missing", "--work", "work"), "missing"),
         (("speed", "--model", "m", "--work", "w", "--vllm-python", "missing"), "no Python at missing"),
     ],
