@@ -48,11 +48,13 @@ class SlotRunner:
 
     def prefill_blocks(self, slot: int, ids: Sequence[int]) -> Iterator[Tensor]:
         """Like `prefill_all_logits`, a few positions at a time: [N, V] float32, in order. The request has started when
-        all are taken.
+        all are taken. After the last token of a piece they are the graph's own, which `prefill` returns.
         """
-        for _, hidden in self._encode(slot, ids):
-            for block in hidden.split(HEAD_ROWS):
+        for logits, hidden in self._encode(slot, ids):
+            *blocks, last = hidden.split(HEAD_ROWS)
+            for block in blocks:
                 yield self.executor.head(block).to(torch.float32)
+            yield torch.cat([self.executor.head(last)[:-1], logits]).to(torch.float32)
 
     def decode(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
         """One step for the slots named, each with its next token: logits [V] float32 by slot.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from nxdi_qwen.compile.artifact import file_sha256
@@ -21,11 +22,17 @@ def model_sha256(source: ModelSource, memo: Path, progress: Progress = no_progre
     """
     assert source.folder is not None
     config = source.folder / CONFIG_FILE
-    known = memo / f"model-{hashlib.sha256((source.fingerprint + file_sha256(config)).encode()).hexdigest()[:32]}.txt"
-    if known.is_file() and len(found := known.read_text()) == hashlib.sha256().digest_size * 2:
-        return found
     checkpoint = Checkpoint.open(source.folder)
     files = [config, *sorted({checkpoint[name].file for name in checkpoint})]
+    # Not the times of change alone, which copies and unpacked archives may share with other contents.
+    these = hashlib.sha256()
+    for file in files:
+        status = file.stat()
+        when = f"{status.st_mtime_ns} {status.st_ctime_ns}"
+        these.update(f"{file.resolve()} {status.st_ino} {status.st_size} {when}\n".encode())
+    known = memo / f"model-{these.hexdigest()[:32]}.txt"
+    if known.is_file() and re.fullmatch(rb"[0-9a-f]{64}", found := known.read_bytes()):
+        return found.decode()
     digest = hashlib.sha256()
     for done, file in enumerate(files, start=1):
         digest.update(f"{file.name} {file_sha256(file)}\n".encode())

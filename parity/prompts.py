@@ -105,7 +105,7 @@ def read_prompts(path: Path, folder: Path | None) -> list[Prompt]:
     prompts: list[Prompt] = []
     codec: TextCodec | None = None
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # texts may hold the other ends of lines
     except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a readable UTF-8 file ({error})") from None
     for number, line in enumerate(lines, start=1):
@@ -114,7 +114,7 @@ def read_prompts(path: Path, folder: Path | None) -> list[Prompt]:
         where = f"{path} line {number}"
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InputError(f"{where} is not JSON") from None
         if isinstance(entry, dict) and entry.keys() == {"text"} and isinstance(entry["text"], str):
             if folder is None:
