@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from nxdi_qwen.modeling.errors import InputError
 
 BAD_INPUT = 2
+# As shells have them: 128 and the number of the signal.
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+PROGRAM_ERROR = 70  # EX_SOFTWARE of sysexits.h
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,12 +33,33 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[list[str] | None], int], arguments: list[str] | None = None) -> int:
-    """Runs a command; bad input becomes one line on standard error and status 2."""
+    """Runs a command; bad input, and a file that cannot be read or written, become one line on standard error and
+    status 2. An interruption ends quietly, and so does a reader of the output that goes away. A fault of the program
+    itself is status 70.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # models write characters that a terminal may not have
     try:
-        return main(arguments)
+        status = main(arguments)
+        sys.stdout.flush()
     except InputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes once more when it ends, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
+        return BAD_INPUT
+    except Exception:
+        # Not Python's own status, 1: that is a verdict of some commands.
+        traceback.print_exc()
+        return PROGRAM_ERROR
+    return status
 
 
 def integers(text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ decode steps. Where they part, it names the layer, the position and the likely r
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def logit_diff(arguments: list[str] | None) -> int:
 
 
 def _asked(options: Any) -> Asked:
-    if not options.cache_size >= 0:
+    if not 0 <= options.cache_size < math.inf:
         raise InputError(f"cache size {options.cache_size} is not possible: give a number from 0")
     return Asked(
         model=options.model,

@@ -286,8 +286,8 @@ def test_what_was_measured_survives_the_process(run: Run, model: Path, tmp_path:
                 raise KeyboardInterrupt
             return super().__call__(**inputs)
 
-    with pytest.raises(KeyboardInterrupt):
-        run(lambda: Stopped(model))
+    output, _ = run(lambda: Stopped(model))
+    assert output.status == 130
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["parity"]["passed"] and report["speed"] is None and not report["complete"]
 
