@@ -78,6 +78,10 @@ def weights_entry(folder: Path, rank: int) -> WeightsEntry:
 
 def check_destination(out: Path) -> None:
     """Raises InputError where an artifact cannot be put at `out`; an existing one is never overwritten."""
+    out = out.resolve()  # an artifact takes the place that a link names
+    if out == Path.cwd() or out.is_mount():
+        what = "the current folder" if out == Path.cwd() else "a mount point"
+        raise InputError(f"{out} is {what}, which cannot be exchanged: give a new folder below it with --out")
     if out.is_dir() and not any(out.iterdir()):
         return
     if out.exists():
@@ -94,7 +98,8 @@ def written_atomically(out: Path) -> Iterator[Path]:
     A process that is killed leaves its folder behind. It holds no lock then: the next one to write to `out` removes it.
     """
     check_destination(out)
-    parent = out.absolute().parent
+    out = out.resolve()
+    parent = out.parent
     made = [place for place in (parent, *parent.parents) if not place.exists()]
     partial = None
     try:
@@ -106,7 +111,8 @@ def written_atomically(out: Path) -> Iterator[Path]:
             raise InputError(f"cannot write {out} ({error.strerror}): choose another place with --out") from error
         try:
             yield partial
-            partial.chmod(0o755)
+            os.umask(umask := os.umask(0))  # there is no other way to read it
+            partial.chmod(0o777 & ~umask)
             try:
                 partial.replace(out)
             except OSError as error:

@@ -75,7 +75,10 @@ def _choose(template: ChatTemplate, has_tools: bool) -> str:
     if isinstance(template, Mapping):
         named = dict(template)
     else:
-        named = {entry["name"]: entry["template"] for entry in template}
+        try:
+            named = {entry["name"]: entry["template"] for entry in template}
+        except (KeyError, TypeError):
+            raise InputError('a list of chat templates holds objects with "name" and "template"') from None
     for name in ("tool_use", "default") if has_tools else ("default",):
         if name in named:
             return named[name]

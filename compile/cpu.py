@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -47,6 +48,7 @@ from nxdi_qwen.modeling.weights import write_ranks
 
 TARGET = "cpu"
 DEFAULT_MAX_LENGTH = 2048
+MAX_SLOTS = 1 << 16  # more than any memory holds, and few enough for sizes to be numbers
 _CPP_COMPILERS = ("g++", "clang++")
 # A concatenation is written out instead of being computed again, with a branch for each element, by all that read it:
 # the convolution over a segment behind its state takes a third of the time.
@@ -71,8 +73,8 @@ class CompileOptions:
     def resolve(self, source: ModelSource) -> tuple[int, Buckets, str]:
         """(maximum length, buckets, dtype name), all checked."""
         check_degree(source.config, self.degree, self.expert_degree)
-        if self.slots < 1:
-            raise InputError(f"batch size {self.slots} is not possible: give at least 1")
+        if not 1 <= self.slots <= MAX_SLOTS:
+            raise InputError(f"batch size {self.slots} is not possible: give 1 to {MAX_SLOTS}")
         if self.optimize and not any(map(shutil.which, _CPP_COMPILERS)):
             raise InputError("--optimize needs a C++ compiler, and none is installed: install g++, or leave it out")
         longest = source.config.max_position_embeddings
@@ -208,7 +210,10 @@ def _save(program: ExportedProgram, path: Path, optimize: bool) -> None:
         return
     # The example inputs are fake tensors, which only an unsafe pickle could bring back.
     program._example_inputs = None
-    torch.export.save(program, path)
+    # torch's own writer ends the process where the disk is full.
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    path.write_bytes(content.getvalue())
 
 
 def _load(path: Path, optimized: bool) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from nxdi_qwen.compile.artifact import written_atomically
 from nxdi_qwen.compile.hlo_report import Report, report
 from nxdi_qwen.compile.lowering import LoweredGraph, lower, named_tensors
+from nxdi_qwen.compile.manifest import HLO_REPORT
 from nxdi_qwen.compile.neuron import application_of
 from nxdi_qwen.compile.neuron_options import NeuronOptions
 from nxdi_qwen.compile.source import ModelSource, Progress, no_progress
@@ -19,7 +20,6 @@ from nxdi_qwen.modeling.nxdi.tracing import as_rank, traced_modules
 
 TARGET = "hlo"
 GRAPHS = "graphs"
-REPORT = "report.json"
 
 GraphName = tuple[str, int]
 """Tag of the submodel, and bucket."""
@@ -83,7 +83,7 @@ def compile_hlo(
             "neuron_config": json.loads(application.config.to_json_string())["neuron_config"],
             "graphs": [each.as_dict() for each in reports],
         }
-        (folder / REPORT).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / HLO_REPORT).write_text(json.dumps(content, indent=2) + "\n")
     return reports
 
 

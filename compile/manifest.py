@@ -21,6 +21,9 @@ from nxdi_qwen.modeling.state import StateDescription
 FORMAT = "nxdi-qwen artifact"
 FORMAT_VERSION = 6
 MANIFEST_FILE = "manifest.json"
+# What the folders of the other targets hold instead.
+NEURON_CONFIG = "neuron_config.json"
+HLO_REPORT = "report.json"
 # Of what Linux lists of a processor: instructions that compilers make use of by themselves, for x86-64 and for Arm.
 _INSTRUCTION_SETS = re.compile(
     r"(avx|amx|ssse3|sse4_|fma|f16c|bmi|abm|movbe|popcnt|gfni|sve|sme(?!p)|asimd|i8mm|bf16|fphp|atomics)"
@@ -88,10 +91,14 @@ class Manifest:
         if not folder.is_dir():
             raise InputError(f"no artifact at {folder}: compile one with neuron-compile --out {folder}")
         if not path.is_file():
+            if (folder / NEURON_CONFIG).is_file():
+                raise InputError(f"{folder} is an artifact of the target neuron: nxdi-qwen-hardware-report runs it")
+            if (folder / HLO_REPORT).is_file():
+                raise InputError(f"{folder} holds lowered graphs of the target hlo, which are not run")
             raise InputError(f"{folder} is no complete artifact: it has no {MANIFEST_FILE}; compile it again")
         try:
             content = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is damaged: it is not JSON; compile the artifact again") from error
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise InputError(f"{path} does not describe an nxdi-qwen artifact; compile one with neuron-compile")

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nxdi_qwen.compile.artifact import file_sha256, weights_file
-from nxdi_qwen.compile.manifest import MANIFEST_FILE
+from nxdi_qwen.compile.manifest import HLO_REPORT, MANIFEST_FILE, NEURON_CONFIG
 from nxdi_qwen.compile.source import DTYPES
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.partition import Parallel
 from nxdi_qwen.modeling.state import StateDescription, describe_state
 
-NEURON_CONFIG = "neuron_config.json"
 COMPILED_MODEL = "model.pt"
-_HLO_REPORT = "report.json"
 # Options that neuron-compile never sets and whose calls need more than ids, positions and slots.
 _OTHER_CALLS = ("is_block_kv_layout", "async_mode", "speculation_length")
 
@@ -95,7 +93,7 @@ def open_neuron_artifact(folder: Path) -> NeuronArtifact:
         found = "it has no " + NEURON_CONFIG
         if (folder / MANIFEST_FILE).is_file():
             found = "it is one of the target cpu, which nxdi-qwen-generate and logit-diff run"
-        elif (folder / _HLO_REPORT).is_file():
+        elif (folder / HLO_REPORT).is_file():
             found = "it holds lowered graphs of the target hlo, which are not run"
         raise InputError(f"{folder} is no artifact of the target neuron: {found}")
     try:

@@ -15,7 +15,11 @@ from nxdi_qwen.modeling.errors import InputError
 # Below this, dividing by the temperature only overflows: such a request is greedy (vLLM's rule as well).
 GREEDY_BELOW_TEMPERATURE = 1e-5
 
-_FROM_GENERATION_CONFIG = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_FROM_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class BrokenModelError(RuntimeError):
+    """Logits that no token can be chosen from."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +144,10 @@ class Sampler:
     def sample(self, logits: Tensor) -> SampledToken:
         """Chooses a token from logits [V] float32 on CPU, which are left unchanged.
 
-        Errors: RuntimeError where the logits hold NaN or +inf, or -inf only: the model is broken, not the request.
+        Errors: BrokenModelError where the logits hold NaN or +inf, or -inf only: the model is broken, not the request.
         """
         if not math.isfinite(logits.max()):  # NaN wins over every number in max
-            raise RuntimeError(_broken_logits(logits))
+            raise BrokenModelError(_broken_logits(logits))
         scores = self._penalised(logits)
         if self.params.greedy:
             token_id = int(scores.argmax())

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from nxdi_qwen.compile.text import TextCodec
+from nxdi_qwen.compile.text import TOKENIZER_FILE, TextCodec
 from nxdi_qwen.modeling.config import ModelConfig
 from nxdi_qwen.modeling.config_loader import CONFIG_FILE, GENERATION_FILE, load_config
+from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.generation_defaults import GenerationDefaults
 from nxdi_qwen.modeling.model import HybridCausalLM
 from nxdi_qwen.modeling.parallel import parameter_cuts, with_cuts
@@ -69,7 +70,7 @@ class ModelSource:
             config=plan.config,
             generation=loaded.generation,
             fingerprint=_fingerprint(checkpoint),
-            notes=(*loaded.notes, *plan.notes),
+            notes=(*loaded.notes, *plan.notes, *_notes_on_text(folder)),
             folder=folder,
             text_files=tuple(TextCodec.files(folder)),
             config_files=tuple(filter(Path.is_file, (folder / CONFIG_FILE, folder / GENERATION_FILE))),
@@ -122,3 +123,14 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
+
+
+def _notes_on_text(folder: Path) -> list[str]:
+    """What prevents text with this checkpoint, before anything is compiled; token ids need no tokenizer."""
+    if not (folder / TOKENIZER_FILE).is_file():
+        return []
+    try:
+        TextCodec.from_folder(folder)
+    except InputError as error:
+        return [f"token ids will work and text will not: {error}"]
+    return []

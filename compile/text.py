@@ -183,7 +183,7 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_read_text(path))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"{path}: not a readable JSON file ({error})") from error
     if not isinstance(content, dict):
         raise InputError(f"{path}: holds a {type(content).__name__}, not an object")
@@ -205,12 +205,21 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], path: Path) -> None:
     """Adds tokens that only tokenizer_config.json names, in the order of their ids."""
     entries = config.get("added_tokens_decoder") or {}
-    for token_id, entry in sorted((int(key), value) for key, value in entries.items()):
-        if tokenizer.token_to_id(entry["content"]) is None:
-            tokenizer.add_tokens([AddedToken(**{key: entry[key] for key in entry if not key.startswith("__")})])
-        actual = tokenizer.token_to_id(entry["content"])
+    try:
+        tokens = {int(key): _added_token(entry) for key, entry in entries.items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{path}: added_tokens_decoder is damaged ({error}); download it again") from error
+    for token_id, token in sorted(tokens.items()):
+        if tokenizer.token_to_id(token.content) is None:
+            tokenizer.add_tokens([token])
+        actual = tokenizer.token_to_id(token.content)
         if actual != token_id:
-            raise InputError(f"{path}: token {entry['content']!r} has id {token_id}, but {actual} in {TOKENIZER_FILE}")
+            raise InputError(f"{path}: token {token.content!r} has id {token_id}, but {actual} in {TOKENIZER_FILE}")
+
+
+def _added_token(entry: dict[str, Any]) -> AddedToken:
+    options = {name: value for name, value in entry.items() if name != "content" and not name.startswith("__")}
+    return AddedToken(entry["content"], **options)
 
 
 def _more_templates(folder: Path) -> list[Path]:

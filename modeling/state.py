@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nxdi_qwen.modeling.config import FULL_ATTENTION, ModelConfig
+from nxdi_qwen.modeling.errors import InputError
 from nxdi_qwen.modeling.partition import (
     SINGLE,
     Cut,
@@ -63,8 +64,17 @@ class StateDescription:
         return sum(tensor.bytes_per_slot for tensor in self.tensors)
 
     def allocate(self, device: torch.device | str = "cpu") -> list[Tensor]:
-        """Zero-filled tensors. No graph relies on the zeros: a row that starts at length 0 selects its own."""
-        return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in self.tensors]
+        """Zero-filled tensors. No graph relies on the zeros: a row that starts at length 0 selects its own.
+
+        Raises InputError where there is not enough memory.
+        """
+        try:
+            return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in self.tensors]
+        except RuntimeError as error:
+            raise InputError(
+                f"the state of {self.slots} requests of up to {self.max_length} tokens, {self.slots} times "
+                f"{self.bytes_per_slot:,} bytes, does not fit in memory: take fewer or shorter ones"
+            ) from error
 
 
 def describe_state(

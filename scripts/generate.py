@@ -13,7 +13,7 @@ from nxdi_qwen.compile.cpu import load_cpu
 from nxdi_qwen.compile.distributed import check_ranks, follow, leading, process_group
 from nxdi_qwen.compile.engine import Completion, Engine
 from nxdi_qwen.compile.manifest import Manifest
-from nxdi_qwen.compile.sampling import SamplingParams
+from nxdi_qwen.compile.sampling import BrokenModelError, SamplingParams
 from nxdi_qwen.compile.slot_runner import check_prompt
 from nxdi_qwen.compile.text import TOKENIZER_FILE, TextCodec
 from nxdi_qwen.modeling.errors import InputError
@@ -50,7 +50,8 @@ def build_parser() -> command.Parser:
     )
     sampling = parser.add_argument_group("sampling (defaults: the checkpoint's generation_config.json)")
     for name, kind in _SAMPLING.items():
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=kind.__name__.upper())
+        flag, metavar = f"--{name.replace('_', '-')}", kind.__name__.upper()
+        sampling.add_argument(flag, type=kind, metavar=metavar, help=_EXPLANATIONS[name])
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="a stop string; may repeat")
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after an end token")
     parser.add_argument("--verify", action="store_true", help="check the weights against their hash before loading")
@@ -62,6 +63,20 @@ _SAMPLING: dict[str, type] = {
     "max_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "min_p": float,
     "repetition_penalty": float, "presence_penalty": float, "frequency_penalty": float, "logprobs": int, "seed": int,
 }  # fmt: skip
+
+
+_EXPLANATIONS = {
+    "max_new_tokens": "at most so many (default 128, whatever the checkpoint says)",
+    "temperature": "0: greedy; up to 100. A checkpoint that does not sample stays greedy until this is given",
+    "top_k": "of the k most likely tokens; 0: of all",
+    "top_p": "of the most likely tokens that together have this probability, above 0 to 1",
+    "min_p": "of tokens with at least this part of the most likely one's probability, 0 to 1",
+    "repetition_penalty": "divides scores of tokens seen in prompt or output, 0.01 to 100; 1: off",
+    "presence_penalty": "taken from scores of tokens in the output, -2 to 2",
+    "frequency_penalty": "the same for each time that they stand there, -2 to 2",
+    "logprobs": "also print log probabilities, of the model itself, of the token and of the n most likely ones",
+    "seed": "makes the draws repeatable",
+}
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -78,6 +93,15 @@ def generate(arguments: list[str] | None) -> int:
     options = build_parser().parse_args(arguments)
     if not options.prompts:
         raise InputError("no prompt: give --prompt, --chat or --ids")
+    chat_options = {
+        "--system": options.system,
+        "--thinking": options.thinking,
+        "--template-arguments": options.template_arguments,
+    }
+    if not any(isinstance(prompt, _Chat) for prompt in options.prompts):
+        for flag, value in chat_options.items():
+            if value:
+                raise InputError(f"{flag} is for the chat template: give --chat, or leave it out")
     with process_group() as (rank, ranks):
         return _generate(options, rank, ranks)
 
@@ -101,7 +125,10 @@ def _generate(options: Any, rank: int, ranks: int) -> int:
     with command.progress_bars() as progress:
         own = load_cpu(options.artifacts, manifest, rank, progress)
     with leading(own, ranks) as executor:
-        completions = _run(Engine(executor, codec), prompts, params, show=not options.json)
+        try:
+            completions = _run(Engine(executor, codec), prompts, params, show=not options.json)
+        except BrokenModelError as error:
+            raise InputError(f"{options.artifacts} is broken: {error}; logit-diff finds the layer") from error
     if options.json:
         print(json.dumps({"artifact": str(options.artifacts), "completions": [done.to_dict() for done in completions]}))
     return 0

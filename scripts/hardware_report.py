@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nxdi_qwen.compile.distributed import library_output_on_stderr
@@ -126,7 +127,7 @@ def _as_json(report: dict[str, Any]) -> str:
 def _print(report: dict[str, Any], out: Path) -> None:
     console, artifact, installed = Console(), report["artifact"], report["versions"]
     table = Table(
-        title=f"{artifact['name']} on {report['device'] or 'no device: it was not loaded'}", show_header=False
+        title=escape(f"{artifact['name']} on {report['device'] or 'no device: it was not loaded'}"), show_header=False
     )
     table.add_row("artifact", f"{artifact['family']}, {artifact['layers']} layers, {artifact['dtype']}")
     table.add_row("", f"degree {artifact['degree']}, {artifact['slots']} slots of {artifact['max_length']} tokens")

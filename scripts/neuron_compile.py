@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nxdi_qwen.compile.cpu import CompileOptions, compile_cpu
 from nxdi_qwen.compile.distributed import library_output_on_stderr
-from nxdi_qwen.compile.manifest import Manifest
+from nxdi_qwen.compile.manifest import HLO_REPORT, Manifest
 from nxdi_qwen.compile.neuron_options import NeuronOptions, check_hlo_target, check_neuron_target
 from nxdi_qwen.compile.source import DTYPES, ModelSource
 from nxdi_qwen.modeling.errors import InputError
@@ -41,13 +43,16 @@ def build_parser() -> command.Parser:
     parser = command.Parser(prog="neuron-compile", description=__doc__)
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--model", type=Path, metavar="DIR", help="checkpoint folder: config.json and safetensors files")
-    model.add_argument("--preset", metavar="NAME", help="a public size by name, with --random-weights")
+    model.add_argument("--preset", metavar="NAME", help="a public size by name; target cpu: with --random-weights")
     parser.add_argument("--random-weights", action="store_true", help="cpu: fill the preset with random weights")
     parser.add_argument("--target", choices=list(TARGETS), required=True, help="what to compile for")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the artifact; must not exist yet")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="requests that run at once (default 4)")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="longest prompt plus output, in tokens (default 2048)"
+        "--max-length",
+        type=int,
+        metavar="N",
+        help="longest prompt plus output, in tokens; the last one needs no room (default 2048)",
     )
     parser.add_argument("--buckets", type=command.integers, metavar="N,N", help="prompt lengths, multiples of 64")
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: the checkpoint's own")
@@ -142,7 +147,7 @@ def _compile_hlo(source: ModelSource, choices: NeuronOptions, options: Any) -> i
     with library_output_on_stderr(), command.progress_bars() as progress:
         graphs = hlo.compile_hlo(source, options.out, choices, progress)
     if options.json:
-        print((options.out / hlo.REPORT).read_text(), end="")
+        print((options.out / HLO_REPORT).read_text(), end="")
     else:
         _print_graphs(options.out, graphs, source)
     return PROBLEMS if any(graph.report.problems for graph in graphs) else 0
@@ -156,14 +161,13 @@ def _compile_neuron(source: ModelSource, choices: NeuronOptions, options: Any) -
     if options.json:
         print(json.dumps({"artifact": str(options.out), "target": "neuron", "model": source.name}))
     else:
-        print(
-            f"{options.out}: compiled by NxDI. Try it: nxdi-qwen-hardware-report --artifacts {options.out} --model DIR"
-        )
+        hint = f"nxdi-qwen-hardware-report --artifacts {quote(str(options.out))} --model DIR"
+        print(f"{options.out}: compiled by NxDI. Try it: {hint}")
     return 0
 
 
 def _print_graphs(out: Path, graphs: Sequence[GraphReport], source: ModelSource) -> None:
-    table = Table(title=f"{out}: {len(graphs)} graphs as the Neuron compiler would get them")
+    table = Table(title=escape(f"{out}: {len(graphs)} graphs as the Neuron compiler would get them"))
     for heading in ("graph", "ranks", "ops", "rank", "weights MB", "state MB", "GFLOP", "GB moved"):
         table.add_column(heading, justify="left" if heading == "graph" else "right")
     for graph in graphs:
@@ -215,15 +219,15 @@ def _print_table(out: Path, manifest: Manifest) -> None:
     figures = _figures(manifest)
     graphs = figures.pop("graphs")
     assert isinstance(graphs, dict)
-    table = Table(title=f"{out}: {len(graphs)} graphs", show_header=False)
+    table = Table(title=escape(f"{out}: {len(graphs)} graphs"), show_header=False)
     for name, value in figures.items():
-        table.add_row(name.replace("_", " "), f"{value:,}" if type(value) is int else str(value))
+        table.add_row(name.replace("_", " "), f"{value:,}" if type(value) is int else escape(str(value)))
     for name, graph in graphs.items():
         table.add_row(f"graph {name}", f"{graph['nodes']:,} operations, largest rank {graph['max_rank']}")
     Console().print(table)
     ranks = manifest.degree
     program = f"torchrun --nproc-per-node {ranks} -m nxdi_qwen.scripts.generate" if ranks > 1 else "nxdi-qwen-generate"
-    print(f"Run it with: {program} --artifacts {out}")
+    print(f"Run it with: {program} --artifacts {quote(str(out))}")
 
 
 def main() -> int:

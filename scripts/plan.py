@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from nxdi_qwen.compile.instances import Machine, groupings, instance_names, machine
@@ -100,7 +101,7 @@ def _print_tables(result: Plan) -> None:
         console = Console(width=_WIDTH)
     on = result.machine
     summary = Table(
-        title=f"{result.model}, {result.dtype}, degree {result.degree}{_experts(result)} on {on.instance}",
+        title=escape(f"{result.model}, {result.dtype}, degree {result.degree}{_experts(result)} on {on.instance}"),
         show_header=False,
     )
     physical = f"{on.physical_per_logical} physical core{'s' if on.physical_per_logical > 1 else ''} each"

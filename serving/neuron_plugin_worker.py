@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm_neuron.worker.neuron_worker import NeuronWorker
 from vllm_neuron.worker.neuronx_distributed_model_runner import NeuronxDistributedModelRunner
 
-from nxdi_qwen.compile.neuron_artifact import NEURON_CONFIG
+from nxdi_qwen.compile.manifest import NEURON_CONFIG
 from nxdi_qwen.modeling.nxdi.config import HybridInferenceConfig
 from nxdi_qwen.modeling.nxdi.model import describe
 from nxdi_qwen.serving.cache_spec import pool_bytes, specs_in_blocks

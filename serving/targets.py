@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nxdi_qwen.compile.artifact import open_artifact
 from nxdi_qwen.compile.cpu import load_cpu
+from nxdi_qwen.compile.manifest import NEURON_CONFIG
 from nxdi_qwen.compile.neuron_application import NeuronSlots, load_application
-from nxdi_qwen.compile.neuron_artifact import NEURON_CONFIG, open_neuron_artifact
+from nxdi_qwen.compile.neuron_artifact import open_neuron_artifact
 from nxdi_qwen.compile.neuron_options import check_neuron_target
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.compile.source import DTYPES

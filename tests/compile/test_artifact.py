@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -324,3 +325,36 @@ def test_a_killed_compile_leaves_nothing_that_loads_or_blocks(tmp_path: Path) ->
     compile_cpu(source_of(intact), tmp_path / "out", OPTIONS)
     open_artifact(tmp_path / "out", verify=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_link_leads_to_the_artifact(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("place")
+    with written_atomically(tmp_path / "link") as folder:
+        (folder / "file").touch()
+    assert (tmp_path / "place" / "file").is_file() and (tmp_path / "link").is_symlink()
+
+
+def test_places_that_cannot_be_exchanged_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for out, what in ((Path("."), "the current folder"), (Path("/proc"), "a mount point")):
+        with pytest.raises(InputError, match=f"is {what}, which cannot be exchanged"), written_atomically(out):
+            pass
+
+
+def test_others_may_read_what_the_user_lets_them(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        with written_atomically(tmp_path / "out"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize(
+    ("file", "message"), [("neuron_config.json", "of the target neuron"), ("report.json", "of the target hlo")]
+)
+def test_other_targets_are_told_apart(tmp_path: Path, file: str, message: str) -> None:
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(InputError, match=message):
+        open_artifact(tmp_path)

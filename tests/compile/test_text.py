@@ -188,6 +188,16 @@ def test_tokens_only_in_the_configuration_are_added(folder: Path, tmp_path: Path
         TextCodec.from_folder(copy)
 
 
+@pytest.mark.parametrize(
+    "tokens", [{"5": {}}, {"a": {"content": "x"}}, {"5": None}, {"5": {"content": 5}}, "abc"], ids=str
+)
+def test_damaged_added_tokens_are_refused(folder: Path, tmp_path: Path, tokens: object) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    edit_config(copy, added_tokens_decoder=tokens)
+    with pytest.raises(InputError, match="added_tokens_decoder is damaged"):
+        TextCodec.from_folder(copy)
+
+
 def test_truncation_and_padding_in_the_file_are_ignored(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.enable_truncation(4)

@@ -146,9 +146,10 @@ def test_bad_input_is_refused(case: str, tmp_path: Path, capsys: pytest.CaptureF
 def test_a_plot_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "folder.png").mkdir()
-    refused(
-        capsys, plan_model, tmp_path, [*DENSE, "--plot", tmp_path / "folder.png"], "choose another place with --plot"
-    )
+    refused(capsys, plan_model, tmp_path, [*DENSE, "--plot", tmp_path / "folder.png"], "folder.png is a folder")
+    output = call(capsys, plan_model, *DENSE, "--json", "--plot", "/proc/slots.png")
+    assert output.status == 2 and "choose another place with --plot" in output.err
+    assert json.loads(output.out), "what was computed is printed all the same"
 
 
 def test_console_script() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nxdi_qwen.compile.neuron_artifact import NEURON_CONFIG
+from nxdi_qwen.compile.manifest import NEURON_CONFIG
 from nxdi_qwen.modeling.config import FULL_ATTENTION
 from nxdi_qwen.modeling.config_loader import load_config
 from tests.serving import stored
