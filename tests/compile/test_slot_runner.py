@@ -15,8 +15,8 @@ from nxdi_qwen.compile.cpu import GraphExecutor
 from nxdi_qwen.compile.executor import Executor
 from nxdi_qwen.compile.slot_runner import SlotRunner
 from nxdi_qwen.modeling.errors import InputError
-from nxdi_qwen.modeling.model import Batch, text_positions
-from tests.artifacts import FAMILY_NAMES, MAX_LENGTH, SLOTS, Served, served
+from nxdi_qwen.modeling.model import Batch, State, text_positions
+from tests.artifacts import FAMILY_NAMES, MAX_LENGTH, SLOTS, Served, served, short_model
 from tests.hf_fixtures import FIXTURES, prompt_ids, reference_logits
 
 TOLERANCE = 1e-5
@@ -245,3 +245,22 @@ def test_prompts_that_cannot_be_served(some: Served, ids: list[int], message: st
     with pytest.raises(InputError, match=message):
         runner.prefill(0, ids)
     assert runner.lengths == [0] * SLOTS
+
+
+def test_all_logits_hold_those_that_generation_begins_from(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The context graph computes them on its own: the head graph, right as it may be, says nothing about them."""
+    _, executor = served(tmp_path_factory, "exported", "qwen3_5")
+    context = executor.context
+
+    def wrong(batch: Batch, state: State) -> tuple[Tensor, Tensor, State]:
+        logits, hidden, new = context(batch, state)
+        return logits.flip(1), hidden, new
+
+    ids = tokens(short_model("qwen3_5"), 0)[:70]
+    right = SlotRunner(executor).prefill_all_logits(0, ids)
+    monkeypatch.setattr(executor, "context", wrong)
+    found = SlotRunner(executor).prefill_all_logits(0, ids)
+    differ = (found != right).any(dim=1).nonzero().flatten().tolist()
+    assert differ == [63, 69], "after the last token of each piece"

@@ -181,6 +181,12 @@ OPTIONS: dict[str, tuple[list[object], str]] = {
     "too long": (["--prompt", "x" * 241], f"the prompt has 241 tokens, at most {MAX_LENGTH} fit"),
     "id above": (["--ids", "1,272"], "token id 272 at position 1 is outside the vocabulary of 272"),
     "id below": (["--ids=-1"], "token id -1 at position 0 is outside the vocabulary of 272"),
+    "ids with a gap": (["--ids", "1,,2"], "'1,,2' is not a comma-separated list of whole numbers"),
+    "thinking without a chat": (
+        ["--ids", "1", "--thinking", "off"],
+        "--thinking is for the chat template: give --chat",
+    ),
+    "system without a chat": (["--prompt", "x", "--system", "y"], "--system is for the chat template"),
     "ids no numbers": (["--ids", "1;2"], "'1;2' is not a comma-separated list of whole numbers"),
     "temperature": (["--ids", "1", "--temperature", "-1"], "temperature must be a number from 0 to 100, got -1.0"),
     "no tokens": (["--ids", "1", "--max-new-tokens", "0"], "max_new_tokens must be an integer of at least 1, got 0"),
