@@ -70,12 +70,22 @@ class ModelSource:
             config=plan.config,
             generation=loaded.generation,
             fingerprint=_fingerprint(checkpoint),
-            notes=(*loaded.notes, *plan.notes, *_notes_on_text(folder)),
+            notes=(*loaded.notes, *plan.notes),
             folder=folder,
             text_files=tuple(TextCodec.files(folder)),
             config_files=tuple(filter(Path.is_file, (folder / CONFIG_FILE, folder / GENERATION_FILE))),
             blocks=lambda dtype: checkpoint_blocks(plan, checkpoint, dtype),
         )
+
+    def notes_on_text(self) -> list[str]:
+        """What prevents text with this checkpoint; token ids need no tokenizer. Reads the tokenizer."""
+        if self.folder is None or not (self.folder / TOKENIZER_FILE).is_file():
+            return []
+        try:
+            TextCodec.from_folder(self.folder)
+        except InputError as error:
+            return [f"token ids will work and text will not: {error}"]
+        return []
 
     @classmethod
     def from_preset(cls, name: str) -> ModelSource:
@@ -123,14 +133,3 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def _notes_on_text(folder: Path) -> list[str]:
-    """What prevents text with this checkpoint, before anything is compiled; token ids need no tokenizer."""
-    if not (folder / TOKENIZER_FILE).is_file():
-        return []
-    try:
-        TextCodec.from_folder(folder)
-    except InputError as error:
-        return [f"token ids will work and text will not: {error}"]
-    return []

@@ -100,7 +100,7 @@ def compile_model(arguments: list[str] | None) -> int:
         check_neuron_target()
     source = ModelSource.from_checkpoint(options.model) if options.model else ModelSource.from_preset(options.preset)
     notes = Console(stderr=True)
-    for note in source.notes if options.target == "cpu" or options.model else ():
+    for note in (*source.notes, *source.notes_on_text()) if options.target == "cpu" or options.model else ():
         notes.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     if options.target == "cpu":
         return _compile_cpu(source, shared, options)

@@ -118,12 +118,11 @@ def lines(result: dict[str, Any]) -> list[str]:
         out.append(f"bfloat16: {'ok' if both['ok'] else 'FAILED'}, largest logit {both['largest_logit']:.1f}{flips}")
         for kind in ("free", "float32_experts"):
             for part, errors in both.get(kind, {}).items():
-                figures = (
-                    f"ratio {errors['ratio']:.3f}, mean |error| {errors['ours']:.5f}, theirs {errors['theirs']:.5f}"
-                    if errors["tokens"]
-                    else "none to compare"
+                ratio = "none" if errors["ratio"] is None else f"{errors['ratio']:.3f}"
+                out.append(
+                    f"  {kind}, {part}: ratio {ratio}, mean |error| {errors['ours']:.5f}, theirs "
+                    f"{errors['theirs']:.5f}, {errors['tokens']} tokens"
                 )
-                out.append(f"  {kind}, {part}: {errors['tokens']} tokens, {figures}")
     return [*out, f"peak {result['peak_gib'] or 0:.1f} GiB, {result['seconds']:.0f} s"]
 
 

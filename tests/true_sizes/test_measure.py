@@ -149,7 +149,7 @@ def test_command_line(
         assert (result["layers"], result["layers_of_model"]) == (3, 5)
         assert {"versions", "peak_gib", "seconds", "sharing", "float32", "bfloat16"} <= result.keys()
     else:
-        assert "tiny, 3 of 5 layers" in out and "float32: ok" in out and "tokens, ratio" in out
+        assert "tiny, 3 of 5 layers" in out and "float32: ok" in out and "float32_experts, decode: ratio" in out
 
 
 def test_configurations_are_read_back(tmp_path: Path) -> None:
